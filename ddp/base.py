@@ -26,8 +26,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ddp.buckets import Bucket, Gradient, plan_buckets
+from ddp.buckets import plan_buckets
 from ddp.internals.interface import Interface
+from ddp.schedule import Bucket
 
 
 class DataParallel(Interface):
@@ -45,9 +46,9 @@ class DataParallel(Interface):
     launches_in_backward: ClassVar[bool] = True  # False: all in finish_gradient_synchronization
     bucket_bytes: int | None = 0  # a bucket's capacity; 0: each gradient alone
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+    def plan(self, order: list[int]) -> list[Bucket]:
         """Returns which gradients are reduced together; the default fills `bucket_bytes`."""
-        return plan_buckets(gradients, order, self.bucket_bytes)
+        return plan_buckets(self.gradients.describe(), order, self.bucket_bytes)
 
     def launch(self, bucket: Bucket) -> Any:
         """Starts reducing the members' gradients; what it returns is handed to `wait`."""
@@ -55,7 +56,7 @@ class DataParallel(Interface):
 
     def wait(self, bucket: Bucket, handle: Any) -> None:
         """Makes the reduced values visible in the members' gradients."""
-        raise NotImplementedError
+        handle.wait()
 
     def collect(self, i: int) -> None:
         """Called when gradient `i` is ready, before its bucket may be launched."""

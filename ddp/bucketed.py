@@ -16,13 +16,12 @@ because the collective's kernels take multiprocessors and memory bandwidth from 
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket, Gradient
 from ddp.internals.interface import mebibytes
+from ddp.schedule import Bucket
 
 
 @dataclass
@@ -37,8 +36,7 @@ class BucketedDDP(DataParallel):
     """Reduces flat buckets, whose slices are the gradients, with one all-reduce each.
 
     Args:
-        bucket_size_mb: a bucket's capacity in MiB, a larger gradient has its own; None for one
-            bucket per dtype.
+        bucket_size_mb: MiB of a bucket, or of a larger gradient alone; None for one per dtype.
     """
 
     options = (*DataParallel.options, "bucket_size_mb")
@@ -48,9 +46,9 @@ class BucketedDDP(DataParallel):
         self.flats: dict[Bucket, Flat] = {}
         super().__init__(module, **options)
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+    def plan(self, order: list[int]) -> list[Bucket]:
         self.flats.clear()  # the views of an earlier plan keep their buffers while they need them
-        return super().plan(gradients, order)
+        return super().plan(order)
 
     def before_forward(self) -> None:
         """Frees buffers whose views `zero_grad(set_to_none=True)` has dropped."""
@@ -67,9 +65,6 @@ class BucketedDDP(DataParallel):
     def launch(self, bucket: Bucket) -> dist.Work:
         op, group = self.reduction.op, self.process_group
         return dist.all_reduce(self.fill(bucket), op=op, group=group, async_op=True)
-
-    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
-        handle.wait()
 
     def fill(self, bucket: Bucket) -> Tensor:
         """Returns the buffer, in which those members are now too that were not ready."""
@@ -90,6 +85,5 @@ class BucketedDDP(DataParallel):
 
     def allocate(self, bucket: Bucket) -> Tensor:
         """Returns the bucket's buffer, uninitialised."""
-        first = self.gradients.parameters[bucket.members[0]]
         dtype = self.gradients.dtypes.all[bucket.members[0]]
-        return torch.empty(bucket.numel, dtype=dtype, device=first.device)
+        return self.gradients.parameters[bucket.members[0]].new_empty(bucket.numel, dtype=dtype)

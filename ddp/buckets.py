@@ -1,7 +1,7 @@
 """Plans which gradients are reduced together, from numbers alone: no tensors, no communication.
 
-Every rank computes the same plan from the same model, so it can be tested alone and it is the
-reason why collectives, which match by call order, always meet their counterparts.
+Every rank computes the same plan from the same model, so that collectives, which match by call
+order, always meet their counterparts.
 
 - A bucket holds one dtype, because a flat buffer and a collective do.
 - Buckets follow the order in which gradients become ready, so that the first is complete early.
@@ -13,15 +13,15 @@ reason why collectives, which match by call order, always meet their counterpart
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-ALIGNMENT_BYTES = 16  # the optimizer's vectorised loads need aligned views
+from ddp.schedule import Bucket, lay_out
+
 SMALLEST_TAIL_BYTES = 1 << 20  # below this a collective is all latency
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient as the plan sees it: its number of elements and their dtype."""
+    """One gradient as a plan sees it: its number of elements and their dtype."""
 
     numel: int
     dtype: str
@@ -32,23 +32,6 @@ class Gradient:
         return self.numel * self.itemsize
 
 
-@dataclass(eq=False)
-class Bucket:
-    """A group of gradients of one dtype that are reduced together.
-
-    Attributes:
-        members: indices of the gradients, in the order in which they become ready.
-        offsets: where each member starts in a flat buffer, in elements.
-        numel: elements of that flat buffer, alignment included.
-        nbytes: bytes of the members themselves.
-    """
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    nbytes: int
-
-
 def plan_buckets(
     gradients: Sequence[Gradient], order: Sequence[int], bucket_bytes: float | None
 ) -> list[Bucket]:
@@ -57,15 +40,18 @@ def plan_buckets(
     A larger gradient has a bucket of its own, with 0 each has; None puts all of a dtype into one.
     The buckets are in the order in which they become complete: so every rank launches them.
     """
-    if sorted(order) != list(range(len(gradients))):
-        raise ValueError(f"the order is no permutation of {len(gradients)} gradients: {order}")
     position = {i: place for place, i in enumerate(order)}
     by_dtype: dict[str, list[int]] = {}
     for i in order:
         by_dtype.setdefault(gradients[i].dtype, []).append(i)
     groups = [g for of_one in by_dtype.values() for g in _cut(of_one, gradients, bucket_bytes)]
     groups.sort(key=lambda group: position[group[-1]])
-    return [lay_out(group, gradients) for group in groups]
+    buckets = []
+    for group in groups:
+        members = [gradients[i] for i in group]
+        offsets, numel = lay_out([g.numel for g in members], members[0].itemsize)
+        buckets.append(Bucket(tuple(group), offsets, numel, sum(g.nbytes for g in members)))
+    return buckets
 
 
 def _cut(
@@ -86,11 +72,3 @@ def _cut(
         if nbytes <= bucket_bytes:
             remaining -= nbytes
     return groups
-
-
-def lay_out(group: Sequence[int], gradients: Sequence[Gradient]) -> Bucket:
-    """Returns a bucket of gradients that lie one behind the other, each at an aligned offset."""
-    unit = max(1, ALIGNMENT_BYTES // gradients[group[0]].itemsize)
-    padded = [-(-gradients[i].numel // unit) * unit for i in group]
-    *offsets, numel = accumulate(padded, initial=0)
-    return Bucket(tuple(group), tuple(offsets), numel, sum(gradients[i].nbytes for i in group))

@@ -20,7 +20,6 @@ copies of the parameters.
 """
 
 import warnings
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,9 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp.bucketed import BucketedDDP
-from ddp.buckets import Bucket
 from ddp.internals import rounds
 from ddp.internals.ranks import group_or_default
+from ddp.schedule import Bucket
 from ddp.torch_compat import version_of
 
 NOT_COUNTED = (
@@ -68,10 +67,7 @@ class DilocoDDP(BucketedDDP):
         bucket_size_mb: as of `BucketedDDP`.
     """
 
-    options = (
-        "process_group", "find_unused_parameters", "every", "outer_lr", "outer_momentum",
-        "bucket_size_mb",
-    )  # fmt: skip
+    options = (*BucketedDDP.options[1:], "every", "outer_lr", "outer_momentum")  # without "reduce"
     refuses_privacy = NOT_PRIVATE  # dp_clipping says why, and what to give
 
     def __init__(
@@ -163,12 +159,12 @@ class DilocoDDP(BucketedDDP):
                 return
             self.begin_round()
             self.momentum = self.momentum or [torch.zeros_like(start) for start in self.start]
-            in_flight: deque[tuple[Bucket, Any]] = deque()
-            for bucket in self.schedule.buckets:  # one is sent while the one before is stepped
-                in_flight.append((bucket, self.launch(bucket)))
-                if len(in_flight) > 1:
-                    self.wait(*in_flight.popleft())
-            self.wait(*in_flight.popleft())
+            launches = ((bucket, self.launch(bucket)) for bucket in self.schedule.buckets)
+            on_the_wire = next(launches)
+            for following in launches:  # is sent while the one before is stepped
+                self.wait(*on_the_wire)
+                on_the_wire = following
+            self.wait(*on_the_wire)
             super().share_buffers()
         except RuntimeError as error:
             error.add_note(WAITED)
@@ -181,8 +177,7 @@ class DilocoDDP(BucketedDDP):
         del self.flats[bucket]  # a round may be long
         for i, delta in flat.slices.items():
             delta.copy_(self.start[i] - parameters[i])
-        op, group = dist.ReduceOp.AVG, self.process_group
-        work = dist.all_reduce(flat.buffer, op=op, group=group, async_op=True)
+        work = dist.all_reduce(flat.buffer, dist.ReduceOp.AVG, self.process_group, async_op=True)
         done = self.step.finished  # the step of which this is the end
         done.collectives, done.nbytes = done.collectives + 1, done.nbytes + bucket.nbytes
         done.launches.append((len(parameters), bucket))
@@ -200,7 +195,7 @@ class DilocoDDP(BucketedDDP):
                 parameter.copy_(start)
 
     def _forget_round(self) -> None:
-        self.start, self.counts = [], [0] * len(self.counts)
+        self.start, self.counts, self._seen = [], [0] * len(self.counts), []
 
     # ---- state, of which internals/rounds.py saves the rest with the optimizer's ---------------
 
@@ -214,5 +209,4 @@ class DilocoDDP(BucketedDDP):
         """Takes parameters, with which a round begins. Load the optimizer's state afterwards."""
         result = super().load_state_dict(*args, **kwargs)
         self._forget_round()
-        self._seen = []
         return result

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket
+from ddp.schedule import Bucket
 
 
 class IndividualDDP(DataParallel):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket
 from ddp.internals.interface import mebibytes
+from ddp.schedule import Bucket
 from ddp.torch_compat import coalesced_all_reduce
 
 
@@ -38,6 +38,3 @@ class IndividualV2DDP(DataParallel):
         # gloo writes from a thread of its own: versions of `.grad` shall tell of users alone.
         gradients = [self.gradient(i).data for i in bucket.members]
         return coalesced_all_reduce(gradients, self.reduction.op, self.process_group)
-
-    def wait(self, bucket: Bucket, handle: dist.Work) -> None:
-        handle.wait()

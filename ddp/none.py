@@ -7,8 +7,8 @@ transfer.
 """
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket
 from ddp.internals.gradients import Reduction
+from ddp.schedule import Bucket
 
 
 class NoCommunication(DataParallel):

@@ -1,13 +1,40 @@
-"""Decides when a bucket is launched: once it is complete, in one order on every rank.
+"""What is reduced together, and when: a bucket, once it is complete, in one order on every rank.
 
 Collectives match by call order alone. If two ranks launched the same buckets in different orders,
 gradients of different parameters would be summed without any error. So a complete bucket is held
 back until its predecessors in the plan are launched; the plan is the same on every rank.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from ddp.buckets import Bucket
+ALIGNMENT_BYTES = 16  # the optimizer's vectorised loads need aligned views
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A group of gradients of one dtype that are reduced together.
+
+    Attributes:
+        members: indices of the gradients, in the order in which they become ready.
+        offsets: where each member starts in a flat buffer, in elements.
+        numel: elements of that flat buffer, alignment included.
+        nbytes: bytes of the members themselves.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    nbytes: int
+
+
+def lay_out(numels: Iterable[int], itemsize: int) -> tuple[tuple[int, ...], int]:
+    """Returns aligned offsets of tensors that lie one behind the other, and where the last ends."""
+    unit = max(1, ALIGNMENT_BYTES // itemsize)
+    *offsets, end = accumulate((-(-numel // unit) * unit for numel in numels), initial=0)
+    return tuple(offsets), end
 
 
 class Schedule:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.base import DataParallel
-from ddp.buckets import Bucket
+from ddp.schedule import Bucket
 
 
 class NaiveDDP(nn.Module):

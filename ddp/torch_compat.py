@@ -37,14 +37,7 @@ def found(owner: Any, name: str, path: str) -> Any:
         raise missing(f"{name}.{path}") from error
 
 
-def without_versions(_x: Tensor) -> int:
-    """Stands for `version_of` where torch does not count changes."""
-    raise missing("Tensor._version")
-
-
-version_of: Callable[[Tensor], int] = (
-    attrgetter("_version") if hasattr(Tensor, "_version") else without_versions
-)
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns the number of in-place changes of a tensor; without a frame of Python, as it is asked
 twice for each gradient."""
 
@@ -93,9 +86,14 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
 def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
 
-    `own` may be that slice of `flat`. torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and
-    2.14 warn of the old name, 2.15 does not.
+    `own` may be that slice of `flat`. Only NCCL averages: elsewhere `flat` is divided before.
+    torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and 2.14 warn of the old name, 2.15
+    does not.
     """
+    averages = flat.is_cuda and group.name() == dist.Backend.NCCL  # dist.get_backend() is slow
+    if op == dist.ReduceOp.AVG and not averages:
+        flat.div_(group.size())
+        op = dist.ReduceOp.SUM
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return run(own, flat, op=op, group=group, async_op=True)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ddp.bucketed import BucketedDDP
-from ddp.buckets import Bucket, Gradient
 from ddp.copy_engine.peer_memory import PeerMemory, Unavailable, why_not
+from ddp.schedule import Bucket
 
 PIECE_BYTES = 64 << 20  # of a larger chunk, so much is pulled and summed at a time
 ALIGNMENT_BYTES = 256
@@ -33,17 +33,18 @@ class PeerBuckets(BucketedDDP):
         """Returns bytes of the GPU that `torch.cuda.max_memory_allocated` does not count."""
         return 0 if self.memory is None else self.memory.nbytes
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
-        buckets = super().plan(gradients, order)
+    def plan(self, order: list[int]) -> list[Bucket]:
+        buckets = super().plan(order)
         for parameter in self.gradients.parameters if self.memory is not None else ():
             if parameter.grad is not None:  # its slice is about to move
                 parameter.grad = parameter.grad.clone()
-        sizes = [bucket.numel * gradients[bucket.members[0]].itemsize for bucket in buckets]
+        dtypes = [self.gradients.dtypes.all[bucket.members[0]] for bucket in buckets]
+        sizes = [b.numel * dtype.itemsize for b, dtype in zip(buckets, dtypes, strict=True)]
         aligned = [-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for nbytes in sizes]
         *starts, end = accumulate(aligned, initial=0)
         self.start_of = dict(zip(buckets, starts, strict=True))
         if self.memory is None or end > self._capacity:
-            self._open(end + ALIGNMENT_BYTES * len(gradients))
+            self._open(end + ALIGNMENT_BYTES * len(self.gradients.parameters))
         return buckets
 
     def before_forward(self) -> None:

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from ddp.buckets import Bucket, Gradient
 from ddp.copy_engine.exchange import Exchange
 from ddp.copy_engine.memory import PeerBuckets
+from ddp.schedule import Bucket
 
 
 class CopyEngineDDP(PeerBuckets):
@@ -47,9 +47,9 @@ class CopyEngineDDP(PeerBuckets):
     def __init__(self, module: nn.Module, *, bucket_size_mb: float | None = 100, **options):
         super().__init__(module, bucket_size_mb=bucket_size_mb, **options)
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+    def plan(self, order: list[int]) -> list[Bucket]:
         self._exchanges: dict[Bucket, Exchange] = {}
-        return super().plan(gradients, order)
+        return super().plan(order)
 
     def launch(self, bucket: Bucket) -> torch.cuda.Event | None:
         buffer = self.fill(bucket)

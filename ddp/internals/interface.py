@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks, retire_others, shared_with_another
 from ddp.internals.ranks import group_or_default
 from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
 from ddp.internals.watch import Watch, count_writes
-from ddp.schedule import Schedule
+from ddp.schedule import Bucket, Schedule
 
 NOT_COPIED = (
     "a wrapper cannot be copied or pickled, because hooks and buffers belong to one: copy or save "
@@ -99,7 +98,7 @@ class Interface(nn.Module):
 
     def adopt_order(self, order: list[int]) -> None:
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
-        self.schedule.adopt(order, self.plan(self.gradients.describe(), order))
+        self.schedule.adopt(order, self.plan(order))
 
     def share_buffers(self) -> None:
         """Overwrites buffers with those of rank 0, before each synchronising forward."""
@@ -293,10 +292,7 @@ class Interface(nn.Module):
         if self.is_retired:
             raise RuntimeError(RETIRED)
 
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise RuntimeError(NOT_COPIED)
-
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> NoReturn:  # copy.deepcopy calls it, too
         raise RuntimeError(NOT_COPIED)
 
 

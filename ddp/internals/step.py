@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.buckets import Bucket
 from ddp.internals.gradients import Gradients
 from ddp.internals.unused import agree_on_use, parameters_reached_by, tensors_in
 from ddp.internals.watch import Watch
-from ddp.schedule import Schedule
+from ddp.schedule import Bucket, Schedule
 from ddp.torch_compat import at_end_of_backward, in_backward, version_of
 
 

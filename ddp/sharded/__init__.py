@@ -12,13 +12,12 @@ What the variants have in common:
 
 - layout.py: how parameters lie in a flat buffer of which a rank owns a slice
 - base.py: gradients are reduced into slices
-- part.py: the optimizer's step of slices
-- optimizer.py: one optimizer made of such parts; the ranks agree on each step before
+- slices.py: the optimizer's step of these slices
+- optimizer.py: what it is to a training loop; the ranks agree on each step before
 
 What `fsdp` has beside: units.py, the memory of a block's parameters, which comes and goes.
 
-Skip at the first reading: internals/ (robustness, one concern a file), pieces.py (which elements of
-each parameter a slice has), and torch_compat.py (PyTorch interfaces without a public name). What
-PyTorch has beside the variants is in ddp/torch_ddp.py (ZeroRedundancyOptimizer) and
-ddp/torch_fsdp.py (fully_shard).
+Skip at the first reading: internals/ (robustness, one concern a file), and torch_compat.py (PyTorch
+interfaces without a public name). What PyTorch has beside the variants is in ddp/torch_ddp.py
+(ZeroRedundancyOptimizer) and ddp/torch_fsdp.py (fully_shard).
 """

@@ -10,12 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.buckets import Bucket, Gradient
-from ddp.internals.gradients import Gradients
+from ddp.schedule import Bucket
 from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import reduce_scatter, without_torch_functions
+from ddp.torch_compat import reduce_scatter
 
 
 class Sharded(ShardedInterface):
@@ -29,30 +28,26 @@ class Sharded(ShardedInterface):
         """Returns where the reduced slice goes; by default to `own`, that slice of `flat`."""
         return own
 
-    def describe_gradients(self) -> Gradients:
+    def describe_gradients(self) -> DividedGradients:
         self.units = self.divide()
-        return DividedGradients(self.module, self.reduction, self.units, self.process_group)
+        return DividedGradients(self.module, self.reduction, self.units)
 
-    def plan(self, gradients: list[Gradient], order: list[int]) -> list[Bucket]:
+    def plan(self, order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
         for unit in self.units:
-            numel = sum(gradients[i].numel for i in unit.members)
+            numel = sum(shape.numel() for shape in unit.shapes)
             unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize
         place = {i: place for place, i in enumerate(order)}
         return sorted(self.units, key=lambda unit: max(place[i] for i in unit.members))
 
     def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
-        with without_torch_functions():
-            flat = self.gradients.collect(unit)
+        flat = self.gradients.collect(unit)
         own = self.receiver(flat, unit.own(flat))
-        op = self.reduction.op if self.gradients.can_average else dist.ReduceOp.SUM
         self.gradients.reductions += 1
         self.count(collectives=1, nbytes=unit.nbytes)
-        return reduce_scatter(own, flat, op, self.process_group), own, flat
+        return reduce_scatter(own, flat, self.reduction.op, self.process_group), own, flat
 
     def wait(self, unit: Any, handle: tuple[dist.Work, Tensor, Any]) -> None:
         work, own, _ = handle  # the collective reads the flat buffer until now
         work.wait()
-        if self.reduction.name == "mean" and not self.gradients.can_average:
-            own.div_(self.world_size)
         unit.gradient = own

@@ -33,20 +33,18 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ddp.base import DataParallel
-from ddp.internals.unused import tensors_in
 from ddp.sharded.internals.blocks import Block, CallOrder, WayBack, blocks_of
 from ddp.sharded.internals.whole import DividedInterface
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.units import GatheredUnit
-from ddp.torch_compat import in_backward, number_of_backward
+from ddp.torch_compat import number_of_backward
 
 
 class HandBuiltFSDP(DividedInterface):
     """A network of which a rank holds a slice of every parameter, gradient and optimizer state.
 
-    Outside of its block's forward and backward, a parameter has the memory of one element and no
-    values (internals/stand_in.py); `model.whole_parameters()` and `model.state_dict()` gather all
-    at once. Every forward must call
+    Outside of its block's forward and backward, a parameter has no values (internals/stand_in.py);
+    `model.whole_parameters()` and `model.state_dict()` gather all at once. Every forward must call
     the same blocks in the same order, on all ranks. With `find_unused_parameters`, what may be
     unused is a part of a block, or what is in no block. Under `no_sync()` gradients add up whole,
     in float32 or wider.
@@ -89,34 +87,19 @@ class HandBuiltFSDP(DividedInterface):
 
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
-        if in_backward():  # activation checkpointing computes the block again
-            self.gather(block)
-            return
-        if block is self.root:
-            self.begin_forward()
-        elif not self.root.computes:
-            return  # called by itself: its functions gather what they use
-        else:
-            self.order.call(block, self.agree)
         block.mark(computes=True)
         self.gather(block)
         if (next_block := self.order.next_block()) is not None:
             self.start(next_block)
 
-    def leave(self, block: Block, output: Any) -> None:
-        """Ends a block's forward: its parameters are freed until its backward begins."""
-        if not block.computes or in_backward():
-            return
+    def leave(self, block: Block, outputs: list[Tensor]) -> None:
+        """Ends a block's forward: its parameters are freed until the backward of its outputs."""
         block.mark(computes=False)
-        outputs = [x for x in tensors_in(output) if x.requires_grad]
         if outputs:
             way = self.order.way
             place = way.add(block)
             for x in outputs:
                 x.register_hook(lambda _gradient: self.enter_backward(way, place))
-        if block is self.root:
-            self.order.end(self.agree)
-            self.order.way_back = way if outputs else self.order.way_back
         if block is not self.root or not outputs:
             block.free()
 
@@ -134,9 +117,9 @@ class HandBuiltFSDP(DividedInterface):
             unit.wait()
 
     def start(self, block: Block) -> None:
-        self._start_units(*block.units)
+        self.start_units(*block.units)
 
-    def _start_units(self, *units: GatheredUnit) -> None:
+    def start_units(self, *units: GatheredUnit) -> None:
         for unit in units:
             if not unit.has_memory:
                 unit.start()
@@ -169,7 +152,7 @@ class HandBuiltFSDP(DividedInterface):
         """Starts to gather what the next forward needs first, while other slices are stepped."""
         for block in (self.root, *(self.order.blocks or [])[:1]):
             if unit in block.units:
-                self._start_units(unit)
+                self.start_units(unit)
 
     def end_step(self, parameters: list[Parameter]) -> None:
         self.order.is_ahead = True

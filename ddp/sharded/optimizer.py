@@ -1,7 +1,7 @@
 """An optimizer over a sharded network: to the outside one of whole parameters, here of slices.
 
 Learning-rate schedulers change its `param_groups`, and its `state_dict` is that of the optimizer on
-one process. Its parts step this rank's slices (part.py).
+one process. An optimizer of slices steps those of this rank (slices.py).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp.sharded.internals.agreement import BROKEN, FAILED, ToldError, agree, status_of
 from ddp.sharded.internals.state import entries, gather_states, load, states
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.part import Part, Settings
+from ddp.sharded.slices import Slices, options_of
 from ddp.torch_compat import without_torch_functions
 
 PARTS = 4
@@ -31,7 +31,6 @@ NOT_ELEMENTWISE = (
     "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
     'variant with whole gradients, as wrap("ddp_bucketed", module)'
 )
-OF_A_RANK = ("params", "param_names")  # of a group, of which every rank has its own part
 
 
 class ShardedOptimizer(Optimizer):
@@ -70,15 +69,15 @@ class ShardedOptimizer(Optimizer):
         self.model, self.cls, self._is_built = model, type(template), True
         if self.cls not in ELEMENTWISE and not getattr(self.cls, "treats_elements_alone", False):
             raise TypeError(NOT_ELEMENTWISE.format(name=self.cls.__name__))
-        number_of = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        trained = {p for unit in model.units for p in unit.parameters}
-        if unknown := [list(p.shape) for p in number_of if p not in trained]:
-            raise ValueError(f"the wrapped network does not train parameters of shapes {unknown}")
-        self._units = [unit for unit in model.units if any(p in number_of for p in unit.parameters)]
-        self._held = [p for unit in self._units for p in unit.parameters if p in number_of]
-        self._parts = [
-            Part(units, number_of, self._settings(), self._make) for units in in_parts(self._units)
-        ]
+        given = {p for group in self.param_groups for p in group["params"]}
+        if unknown := given.difference(*(unit.parameters for unit in model.units)):
+            shapes = [list(p.shape) for p in unknown]
+            raise ValueError(f"the wrapped network does not train parameters of shapes {shapes}")
+        self._units = [unit for unit in model.units if given.intersection(unit.parameters)]
+        self._held = [p for unit in self._units for p in unit.parameters if p in given]
+        # One that is not PyTorch's may count the calls of its step: there is one, then.
+        self._parts = in_parts(self._units) if self.cls in ELEMENTWISE else [self._units]
+        self._slices = Slices(self._units, self.param_groups, self._make)
         self._show_state()
 
     # ---- a step --------------------------------------------------------------------------------
@@ -114,28 +113,26 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _step_parts(self) -> None:
-        """Steps one part after another once all ranks are about to; each publishes its slices."""
-        settings, gradient_of = self._settings(), self.model.gradients.of
+        """Steps some units after others once all ranks are about to, and publishes their slices."""
         self.model.begin_step(self._units)
         self._has_agreed = True
         agree(self.model.exchange, self._act(), self._broken)
         failure = None
-        for part in self._parts:
+        for units in self._parts:
             try:
                 if failure is None:
-                    part.step(settings, gradient_of)
+                    self._slices.step(units, self.param_groups, self.model.gradients.of)
             except Exception as error:  # other ranks wait for this one's slices
                 failure, self._broken = error, self._tell(BROKEN, error)
-            for unit in part.units:
+            for unit in units:
                 self.model.publish(unit)
         self.model.end_step(self._held)
         if failure is not None:
             raise failure
-        for group, changed in zip(
-            self.param_groups, self._parts[-1].optimizer.param_groups, strict=True
-        ):  # as a count of steps
-            group.update({key: x for key, x in changed.items() if key not in OF_A_RANK})
-        if sum(len(part.optimizer.state) for part in self._parts) != len(self.state):
+        slices = self._slices.optimizer
+        for group, changed in zip(self.param_groups, slices.param_groups, strict=True):
+            group.update(options_of(changed))  # as a count of steps
+        if len(slices.state) != len(self.state):
             self._show_state()
 
     def _act(self) -> str:
@@ -146,24 +143,18 @@ class ShardedOptimizer(Optimizer):
         rank = self.model.units[0].rank
         return message.format(rank=rank, error=f"{type(error).__name__}: {error}")
 
-    def _settings(self) -> Settings:
-        return [
-            {key: value for key, value in group.items() if key not in OF_A_RANK}
-            for group in self.param_groups
-        ]
-
     # ---- its state -----------------------------------------------------------------------------
 
     def _show_state(self) -> None:
         """Shows the state of this rank's pieces under the network's parameters."""
-        self.state.update(pair for part in self._parts for pair in states(part))
+        self.state.update(states(self._slices).items())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, in the format of `cls` on one process, on the CPU.
 
         A collective call: every rank must take part, and every rank gets the whole.
         """
-        own, self.state = self.state, gather_states(self._parts)
+        own, self.state = self.state, gather_states(self._units, self._slices)
         try:
             return super().state_dict()
         finally:
@@ -181,9 +172,8 @@ class ShardedOptimizer(Optimizer):
         found = entries(state_dict, self.param_groups, names)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = ""
-        for part in self._parts:
-            part.take(self._settings())
-        load(self._parts, found)
+        self._slices.take(self.param_groups)
+        load(self._slices, found)
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

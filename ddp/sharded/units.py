@@ -13,7 +13,6 @@ behind what is queued on that stream, and the stream waits for it before the mem
 back. So no other stream has to be told about it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,15 +38,14 @@ class GatheredUnit(FlatUnit):
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        names: dict[Parameter, str],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         name: str,
-        names: Sequence[str],
     ):
-        super().__init__(parameters, group, itemsize=dtype.itemsize)
-        self.name, self.names = name, list(names)
-        self.computes = self.has_memory = self.is_shown = self.was_called = False
+        super().__init__(list(names), group, itemsize=dtype.itemsize)
+        self.name, self.names = name, list(names.values())
+        self.computes = self.has_memory = self.was_called = False
         self._work: Any = None  # of a gather that nobody has waited for
         self.shard = self.shard.clone()
         self.values = torch.empty_like(self.values, dtype=dtype)
@@ -63,20 +61,15 @@ class GatheredUnit(FlatUnit):
 
     def wait(self) -> None:
         """Makes the parameters whole, for later work of the current stream."""
-        self._wait_for_values()
-        if not self.is_shown:
+        if self._work is not None:
+            wait_for(self._work, "gather", self.name)
+            self._work = None
             show(self)
 
     def free(self) -> None:
         """Makes the parameters stand-ins and frees their memory, unless a forward computes."""
         if self.has_memory and not self.computes:
-            self._wait_for_values()
-            if self.is_shown:
-                hide(self)
+            self.wait()
+            hide(self)
             self.has_memory = False
             self.values.untyped_storage().resize_(0)
-
-    def _wait_for_values(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            wait_for(work, "gather", self.name)

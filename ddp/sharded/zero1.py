@@ -22,15 +22,12 @@ from ddp.base import DataParallel
 from ddp.buckets import Gradient, plan_buckets
 from ddp.internals.interface import mebibytes, trainable
 from ddp.sharded.base import Sharded
-from ddp.sharded.internals.views import refuse_moved
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
 
 
 class Zero1DDP(Sharded):
     """Reduce-scatters flat buckets of gradients, steps a slice of each, gathers the parameters.
-
-    Parameters become contiguous views of flat buffers.
 
     Args:
         bucket_size_mb: as of `BucketedDDP`.
@@ -45,23 +42,13 @@ class Zero1DDP(Sharded):
 
     def divide(self) -> list[FlatUnit]:
         """Cuts the network once, because state belongs to slices: later plans order buckets."""
-        parameters, described = trainable(self.module), []
-        for p in parameters:
-            dtype = p.grad_dtype or p.dtype
-            described.append(Gradient(p.numel(), f"{dtype} of {p.dtype}", dtype.itemsize))
-        units = []
-        for bucket in plan_buckets(described, range(len(parameters))[::-1], self.bucket_bytes):
-            unit = FlatUnit([parameters[i] for i in bucket.members], self.process_group)
-            for parameter, view in zip(unit.parameters, unit.value_views, strict=True):
-                parameter.data = view
-            units.append(unit)
-        return units
+        parameters = trainable(self.module)
+        sizes = [Gradient(p.numel(), str(p.dtype), p.element_size()) for p in parameters]
+        buckets = plan_buckets(sizes, range(len(sizes))[::-1], self.bucket_bytes)
+        members = [[parameters[i] for i in bucket.members] for bucket in buckets]
+        return [FlatUnit(each, self.process_group) for each in members]
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
-
-    def begin_step(self, units: list[FlatUnit]) -> None:
-        for unit in units:
-            refuse_moved(unit, [self.gradients.names[i] for i in unit.members])
 
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.collectives += 1

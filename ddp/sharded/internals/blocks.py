@@ -69,15 +69,14 @@ def blocks_of(
     """Divides a network's parameters among the ranks of a group. The first block has the rest."""
     blocks = []
     for name, names in parameters_by_block(network, classes).items():
-        groups: dict[tuple, list[Parameter]] = {}
+        groups: dict[tuple, dict[Parameter, str]] = {}
         for p, full_name in names.items():  # of no block: by child, so that the head goes early
             child = "" if name else full_name.partition(".")[0]
-            groups.setdefault((p.dtype, p.requires_grad, child), []).append(p)
+            groups.setdefault((p.dtype, p.requires_grad, child), {})[p] = full_name
         units = []
-        for (dtype, *_), parameters in groups.items():
+        for (dtype, *_), each in groups.items():
             narrow = param_dtype if dtype.is_floating_point else None
-            full_names = [names[p] for p in parameters]
-            units.append(GatheredUnit(parameters, group, narrow or dtype, name, full_names))
+            units.append(GatheredUnit(each, group, narrow or dtype, name))
         blocks.append(Block(name, network.get_submodule(name), units))
     for block in blocks[1:]:
         block.around = [b for b in blocks[1:] if f"{block.name}.".startswith(f"{b.name}.")]

@@ -9,13 +9,12 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.sharded.internals.stand_in import GradientStandIn, gradient_stand_in
 from ddp.sharded.layout import FlatUnit
-from ddp.sharded.pieces import Piece
+from ddp.sharded.slices import Piece, pieces_of
 from ddp.sharded.torch_compat import copy_
 from ddp.torch_compat import without_torch_functions
 
@@ -24,7 +23,7 @@ class DividedGradients(Gradients):
     """The gradients of parameters that lie in `units`.
 
     Attributes:
-        can_average: the backend's reduce-scatter can; that of gloo only sums.
+        pieces: what this rank owns of each unit.
         reductions: number of reductions that were started, which all ranks start alike.
     """
 
@@ -33,16 +32,14 @@ class DividedGradients(Gradients):
         module: nn.Module,
         reduction: Reduction,
         units: list[FlatUnit],
-        group: dist.ProcessGroup,
     ):
         super().__init__(module, reduction)
-        self.units = units
+        self.pieces = {unit: pieces_of(unit) for unit in units}
         self._owned: dict[int, tuple[FlatUnit, Piece | None]] = {}
         for unit in units:
             unit.members = tuple(map(self.index_of, unit.parameters))
-            piece_of = {piece.member: piece for piece in unit.pieces}
-            self._owned |= {i: (unit, piece_of.get(m)) for m, i in enumerate(unit.members)}
-        self.can_average = dist.get_backend(group) == dist.Backend.NCCL
+            pieces = {self.index_of(piece.parameter): piece for piece in self.pieces[unit]}
+            self._owned |= {i: (unit, pieces.get(i)) for i in unit.members}
         self.reductions = 0
         self._made: dict[int, GradientStandIn] = {}
         self._me = object()  # stand-ins have it, and do not keep slices alive
@@ -65,10 +62,10 @@ class DividedGradients(Gradients):
 
     def of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
         """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
-        stand_in: Any = unit.parameters[piece.member].grad
+        stand_in: Any = piece.parameter.grad
         if unit.gradient is None or stand_in is None:
             return None
-        own = piece.of(unit.gradient)
+        own = unit.gradient[piece.of_own]
         if stand_in.is_cleared:
             stand_in.is_cleared = False
             own.zero_()
@@ -91,22 +88,23 @@ class DividedGradients(Gradients):
         self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         if piece is not None and own is not None:
-            own = piece.of_parameter(part).copy_(own)
+            own = part.view(-1)[piece.of_whole].copy_(own)
             if self._reduction.name == "mean":
                 own.mul_(self._reduction.contributors)
         return part
 
     def collect(self, unit: FlatUnit) -> Tensor:
         """Returns this rank's gradients of a unit, flat; a stand-in takes the place of each."""
-        found = []
-        for i in unit.members:
-            gradient = self.parameters[i].grad
-            found.append(self.local(i) if gradient is None else gradient)
-        flat = unit.shard.new_empty(unit.numel, dtype=self.reduced_in(unit))
-        copy_(unit.views(flat), found)
-        self.dtypes.narrow(unit.members)
-        for i in unit.members:
-            self.parameters[i].grad = self.stand_in_for(i)
+        with without_torch_functions():
+            found = []
+            for i in unit.members:
+                gradient = self.parameters[i].grad
+                found.append(self.local(i) if gradient is None else gradient)
+            flat = unit.shard.new_empty(unit.numel, dtype=self.reduced_in(unit))
+            copy_(unit.views(flat), found)
+            self.dtypes.narrow(unit.members)
+            for i in unit.members:
+                self.parameters[i].grad = self.stand_in_for(i)
         return flat
 
     # ---- between steps -------------------------------------------------------------------------
@@ -119,6 +117,6 @@ class DividedGradients(Gradients):
 
     def free_cleared(self) -> None:
         """Frees slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
-        for unit in self.units:
+        for unit in self.pieces:
             if all(self.parameters[i].grad is None for i in unit.members):
                 unit.gradient = None

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ddp.base import DataParallel
 from ddp.internals.interface import trainable
 from ddp.sharded.internals.gradients import DividedGradients
+from ddp.sharded.internals.views import gather, refuse_moved
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.optimizer import ShardedOptimizer
 from ddp.sharded.torch_compat import gather_on_hosts, gloo_beside
@@ -91,10 +92,10 @@ class ShardedInterface(DataParallel):
         with without_torch_functions():  # of stand-ins
             self.refuse_not_reduced()
             return [
-                (unit.parameters[piece.member], piece.offset, piece.numel, gradient)
-                for unit in self.units
-                for piece in unit.pieces
-                if piece.numel and (gradient := self.gradients.of(unit, piece)) is not None
+                (piece.parameter, piece.of_whole.start, gradient.numel(), gradient)
+                for unit, pieces in self.gradients.pieces.items()
+                for piece in pieces
+                if (gradient := self.gradients.of(unit, piece)) is not None and gradient.numel()
             ]
 
     @torch.no_grad()
@@ -104,17 +105,22 @@ class ShardedInterface(DataParallel):
         A collective call that takes the memory of all gradients: for tests and for debugging.
         """
         whole: dict[Parameter, Tensor] = {}
-        for unit in self.units:
+        for unit, pieces in self.gradients.pieces.items():
             if unit.gradient is not None:
-                for piece in unit.pieces:
+                for piece in pieces:
                     self.gradients.of(unit, piece)  # zero, if its stand-in was made so
-                whole |= zip(unit.parameters, unit.gather(unit.gradient), strict=True)
+                whole |= zip(unit.parameters, gather(unit, unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
     def before_forward(self) -> None:
         self.gradients.free_cleared()
 
     # ---- what the optimizer calls --------------------------------------------------------------
+
+    def begin_step(self, units: list[FlatUnit]) -> None:
+        """Called before the first unit is stepped, whose parameters must be views of its values."""
+        for unit in units:
+            refuse_moved(unit, [self.gradients.names[i] for i in unit.members])
 
     def refuse_not_reduced(self) -> None:
         """Raises RuntimeError unless each `.grad` is None or stands for a reduced gradient."""

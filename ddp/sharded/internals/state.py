@@ -5,7 +5,7 @@ between numbers of ranks and to and from a plain optimizer.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.internals.ranks import gather
-from ddp.sharded.part import Part
-from ddp.sharded.pieces import Piece
+from ddp.sharded.layout import FlatUnit
+from ddp.sharded.slices import Piece, Slices
 
 Entries = dict[int, tuple[Parameter, dict[str, Any]]]
 """Number in a state -> the parameter that has it, and its values."""
@@ -64,50 +64,40 @@ def _fits(key: str, value: Tensor, parameter: Tensor) -> bool:
     return value.dim() == 0 or value.shape == parameter.shape
 
 
-def load(parts: Sequence[Part], found: Entries) -> None:
-    """Gives each part its pieces of whole values, in the dtype of the slice that is stepped.
+def load(slices: Slices, found: Entries) -> None:
+    """Gives pieces their part of whole values, in the dtype of the slice that is stepped.
 
     That of the network's parameter may be another one, as with `fsdp`'s `param_dtype`.
     """
-    values_of = dict(found.values())
-    for part in parts:
-        state = {}
-        for number, (unit, piece, _) in enumerate(part.pieces):
-            parameter = unit.parameters[piece.member]
-            if (values := values_of.get(parameter)) is not None:
-                state[number] = {k: _cut(k, x, parameter, piece) for k, x in values.items()}
-        part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": state})
+    values_of, state = dict(found.values()), {}
+    for number, piece in enumerate(slices.stepped):
+        if (values := values_of.get(piece.parameter)) is not None:
+            state[number] = {k: _cut(k, x, piece) for k, x in values.items()}
+    slices.optimizer.load_state_dict({**slices.optimizer.state_dict(), "state": state})
 
 
-def _cut(key: str, value: Any, parameter: Parameter, piece: Piece) -> Any:
-    """Returns a piece's part of a whole value of a parameter's state, a copy."""
+def _cut(key: str, value: Any, piece: Piece) -> Any:
+    """Returns a piece's part of a whole value of its parameter's state, a copy."""
     if not isinstance(value, Tensor):
         return value
-    if _is_number(key, value, parameter):
+    if key == "step" or (value.dim() == 0 and piece.parameter.dim() > 0):  # one number
         return value.clone()
-    return piece.of_parameter(value.contiguous()).clone()
+    return value.reshape(-1)[piece.of_whole].clone()
 
 
-def _is_number(key: str, value: Tensor, parameter: Tensor) -> bool:
-    return key == "step" or (value.dim() == 0 and parameter.dim() > 0)
+def states(slices: Slices) -> dict[Parameter, dict[str, Any]]:
+    """Returns the state of each piece that has one, under the network's parameter."""
+    state = slices.optimizer.state
+    return {p.parameter: state[own] for p, own in slices.stepped.items() if own in state}
 
 
-def states(part: Part) -> Iterator[tuple[Parameter, dict[str, Any]]]:
-    """Yields the network's parameters of which a part has a state, and that of its piece."""
-    for unit, piece, own in part.pieces:
-        if own in part.optimizer.state:
-            yield unit.parameters[piece.member], part.optimizer.state[own]
-
-
-def gather_states(parts: Sequence[Part]) -> defaultdict[Tensor, Any]:
+def gather_states(units: Sequence[FlatUnit], slices: Slices) -> defaultdict[Tensor, Any]:
     """Returns the state of all ranks under the network's parameters; a collective call."""
-    units = [unit for part in parts for unit in part.units]
     parameters = [parameter for unit in units for parameter in unit.parameters]
     number_of = {parameter: number for number, parameter in enumerate(parameters)}
     own = {
         (number_of[parameter], key): value
-        for part in parts
-        for parameter, values in states(part)
+        for parameter, values in states(slices).items()
         for key, value in values.items()
     }
     pieces: dict[tuple[int, str], list[Any]] = {}  # a value's, of the ranks in order

@@ -5,15 +5,17 @@ parameters are stand-ins from then on (stand_in.py).
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp.sharded.internals.stand_in import hide_all, reveal_all
 from ddp.sharded.layout import FlatUnit
-from ddp.torch_compat import version_of
+from ddp.sharded.slices import pieces_of
+from ddp.torch_compat import all_gather, version_of
 
 MOVED = (
     "{name} has got other memory than that of its slices, as by `p.data = value`, model.to() or "
@@ -41,7 +43,6 @@ def make_stand_ins(unit: Any) -> None:
 
 def show(unit: Any) -> None:
     """Makes the parameters views of the values."""
-    unit.is_shown = True
     reveal_all(unit.parameters, unit.value_views)
     unit.versions = list(map(version_of, unit.parameters))
 
@@ -56,12 +57,19 @@ def hide(unit: Any) -> None:
         from ddp.internals.kernels import take_written  # imports Triton
 
         take_written(unit.own(unit.values), unit.shard)
-    unit.is_shown = unit.was_called = False
+    unit.was_called = False
     hide_all(unit.parameters, unit.names, unit.values.dtype)
 
 
+def gather(unit: FlatUnit, own: Tensor) -> list[Tensor]:
+    """Returns whole tensors in the parameters' shapes from every rank's slice; a collective."""
+    flat = own.new_empty(unit.numel)
+    all_gather(flat, own.contiguous(), unit.group).wait()
+    return unit.views(flat)
+
+
 @torch.no_grad()
-def keep(unit: FlatUnit, whole: Sequence[Tensor]) -> None:
+def keep(unit: FlatUnit, whole: Mapping[Parameter, Tensor]) -> None:
     """Makes whole tensors the values of the parameters: this rank keeps what it owns."""
-    for piece in unit.pieces:
-        piece.of(unit.shard).copy_(piece.of_parameter(whole[piece.member].contiguous()))
+    for piece in pieces_of(unit):
+        unit.shard[piece.of_own] = whole[piece.parameter].reshape(-1)[piece.of_whole]

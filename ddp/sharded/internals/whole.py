@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
+from ddp.internals.unused import tensors_in
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
 from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
-from ddp.sharded.internals.views import keep
+from ddp.sharded.internals.views import gather, keep
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
 
@@ -29,7 +31,8 @@ class DividedInterface(Sharded):
 
     start: Callable[[Block], None]
     enter: Callable[[Block], None]
-    leave: Callable[[Block, Any], None]  # of fsdp.py
+    leave: Callable[[Block, list[Tensor]], None]
+    gather: Callable[[Block], None]  # of fsdp.py
 
     def free(self) -> None:
         """Frees the parameters of all blocks."""
@@ -42,7 +45,7 @@ class DividedInterface(Sharded):
     def follow_calls(self) -> None:
         """Calls `enter` and `leave` around each block's forward, once it is wrapped."""
         for block in self.blocks:
-            call_around(block, self.call, self.leave)
+            call_around(block, self.call, self.end_call)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
@@ -71,15 +74,32 @@ class DividedInterface(Sharded):
 
     def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Begins a block's forward; returns the network's arguments in `param_dtype`."""
+        root = self.blocks[0]
         if self.is_whole:
             return None
-        self.enter(block)
+        if in_backward():  # activation checkpointing computes the block again
+            self.gather(block)
+        elif block is root:
+            self.begin_forward()
+            self.enter(block)
+        elif root.computes:  # else it is called by itself, and nothing gathers what it uses
+            self.order.call(block, self.agree)
+            self.enter(block)
         for unit in block.units:
             unit.was_called = True
         dtype = self._param_dtype
-        if dtype is None or block is not self.blocks[0]:
+        if dtype is None or block is not root:
             return None
         return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
+
+    def end_call(self, block: Block, output: Any) -> None:
+        """Ends a block's forward, but for one that is computed again or was called by itself."""
+        if block.computes and not in_backward():
+            outputs = [x for x in tensors_in(output) if x.requires_grad]
+            self.leave(block, outputs)
+            if block is self.blocks[0]:
+                self.order.end(self.agree)
+                self.order.way_back = self.order.way if outputs else self.order.way_back
 
     # ---- gathers and reductions in one order on all ranks --------------------------------------
 
@@ -159,7 +179,7 @@ class DividedInterface(Sharded):
         units = [unit for block in self.blocks for unit in block.units]
         whole: dict[Parameter, Parameter] = {}
         for unit in units:
-            for p, value in zip(unit.parameters, unit.gather(unit.shard), strict=True):
+            for p, value in zip(unit.parameters, gather(unit, unit.shard), strict=True):
                 whole[p] = Parameter(value, requires_grad=p.requires_grad)
         places = [
             (module, name, p)
@@ -174,7 +194,7 @@ class DividedInterface(Sharded):
             yield
             with torch.no_grad():
                 for unit in units:
-                    keep(unit, [whole[p] for p in unit.parameters])
+                    keep(unit, whole)
         finally:
             for module, name, p in places:
                 setattr(module, name, p)

@@ -36,7 +36,7 @@ You need
 Check it        ddp-exercise check zero1 my_zero1.py
 Benchmark it    ddp-benchmark \
                     --implementations none ddp_bucketed zero1 my_zero1.py:StateShardedDDP
-Then read       ddp/sharded/layout.py, ddp/sharded/part.py
+Then read       ddp/sharded/layout.py, ddp/sharded/slices.py
 """
 
 import torch

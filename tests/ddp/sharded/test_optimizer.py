@@ -126,11 +126,13 @@ class Signs(torch.optim.Optimizer):
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
+        self.calls = 0
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.calls += 1
         for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
+            group["count"] = self.calls
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad.sign(), alpha=group["lr"])

@@ -61,7 +61,8 @@ def test_chosen_classes_and_blocks_in_blocks():
 def memory(context: Context) -> None:
     values = torch.arange(15.0).view(3, 5) + 1
     parameters = [nn.Parameter(values.clone()), nn.Parameter(values[0].clone())]
-    unit = GatheredUnit(parameters, context.group, torch.bfloat16, "block", ["weight", "bias"])
+    names = dict(zip(parameters, ["weight", "bias"], strict=True))
+    unit = GatheredUnit(names, context.group, torch.bfloat16, "block")
     for _ in range(2):
         assert unit.values.untyped_storage().size() == 0
         assert isinstance(parameters[0], StandIn)
