@@ -41,6 +41,10 @@ AGAIN = (
     "each, of small and empty ones too; to look at batches take several of one iteration, for x, y "
     "in loader:, after model.eval()"
 )
+CHANGED = (
+    "data_loader.dataset had {before} samples at make_private and has {now} now, while batches are "
+    "drawn of {before}: keep the data as they are during training"
+)
 PREPARED = (
     "what make_private returns needs no accelerator.prepare(), which would deal out Poisson "
     "batches and skip steps: call engine.make_private(module=model, optimizer=optimizer, "
@@ -118,6 +122,7 @@ class PoissonLoader(Uncopied, DataLoader):
         if self._owns_generator:
             options["generator"] = torch.Generator()
         dataset, batch_dim = loader.dataset, 0 if batch_first else 1
+        self._length = len(dataset)
         self.checked = CheckedCollate(
             loader.collate_fn, batch_dim=batch_dim, in_order=sampler.rows_per_unit > 1
         )
@@ -226,6 +231,8 @@ class PoissonLoader(Uncopied, DataLoader):
 
     def start_epoch(self) -> range:
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
+        if len(self.dataset) != self._length:
+            raise RuntimeError(CHANGED.format(before=self._length, now=len(self.dataset)))
         coming = self.coming_epoch()
         # Another object also if it is equal: it tells this iteration from others.
         epoch = self.batch_sampler.epoch = range(coming.start, coming.stop)

@@ -301,6 +301,28 @@ class TestEmptyBatch:
         assert batch["y"].item() in (0, 1)
 
 
+@pytest.mark.parametrize("change", [list.pop, lambda samples: samples.append(torch.tensor(0))])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_data_of_another_length_are_refused(change, in_parts):
+    """Items of `unit_ids` would be others, and new samples would be in no batch."""
+    samples = list(torch.arange(12))
+    loader = PoissonLoader(DataLoader(samples, batch_size=4), key=KEY)
+    given = loader
+    if in_parts:
+        optimizer = SimpleNamespace(
+            leave_microbatches=lambda half_way: False,
+            signal_skip_step=lambda do_skip: None,
+            model=SimpleNamespace(examples_per_unit=1, views=1, batch_first=True),
+        )
+        given = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        )
+    assert [*given]
+    change(samples)
+    with pytest.raises(RuntimeError, match=r"had 12 samples at make_private and has 1[13] now"):
+        next(iter(given))
+
+
 def refusal(loader, **options) -> str:
     with pytest.raises(ValueError) as caught:
         PoissonLoader(loader, key=KEY, **options)
