@@ -3,7 +3,6 @@
 import copy
 import random
 from contextlib import nullcontext
-from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,15 +19,13 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from dp_clipping import PrivacyEngine
 from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling.usage import Ticket
 from tests.support import zoo
+from tests.support.draws import KEY, joined, numbers
 from tests.support.engine import in_parts
 from tests.support.replicas import build, parameters, train
-
-KEY = bytes(range(32))
 
 
 class Optimizer:
@@ -47,10 +44,6 @@ class Optimizer:
 
     def leave_microbatches(self, half_way):
         return False
-
-
-def numbers(count: int) -> TensorDataset:
-    return TensorDataset(torch.arange(count))
 
 
 def poisson(count=60, batch_size=12, *, rank=0, world_size=1, rand_on_empty=False, **options):
@@ -79,10 +72,6 @@ def draws_of(loader: DataLoader, max_size: int) -> list[list[list[int]]]:
                 pieces = []
     assert pieces == [], "the last microbatch of all must step"
     return draws
-
-
-def joined(lists) -> list:
-    return list(chain.from_iterable(lists))
 
 
 class TestPoisson:
@@ -475,49 +464,7 @@ class TestPadded:
         run = build()
         with padded(run) as pieces:
             x, _, _ = next(iter(pieces))
-            with pytest.raises(ValueError, match="whole batch"):
+            with pytest.raises(
+                ValueError, match=r"forward of 2 samples.* 4 rows.*pad_batches=False"
+            ):
                 run.model(x[:2])
-
-
-class Bags(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 3)
-
-    def forward(self, ids, offsets):
-        return self.head(self.bag(ids, offsets))
-
-
-def collate_bags(samples):
-    """As a user's collate function for uneven texts."""
-    texts, labels = zip(*samples, strict=True)
-    offsets = torch.tensor([0, *map(len, texts)]).cumsum(0)[:-1]
-    return torch.cat(texts), offsets, torch.tensor(labels)
-
-
-def train_bags(max_size: int) -> list[torch.Tensor]:
-    """Parameters after an epoch of Poisson batches of texts of different lengths, some empty."""
-    torch.manual_seed(0)
-    texts = [(torch.randint(9, (n % 4,)), n % 3) for n in range(20)]
-    network = Bags().double()
-    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        module=network, optimizer=optimizer, criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(texts, batch_size=2, collate_fn=collate_bags),
-        noise_multiplier=0.0, max_grad_norm=0.1,
-        noise_generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
-    sizes = []
-    with split_by(loader, max_size, optimizer) as split_loader:
-        for ids, offsets, labels in split_loader:
-            sizes.append(len(offsets))
-            criterion(model(ids, offsets), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert 0 in sizes, "an empty batch"
-    return [p.detach() for p in network.parameters()]
-
-
-def test_batches_of_bags_with_offsets_are_split():
-    for one, whole in zip(train_bags(1), train_bags(20), strict=True):
-        torch.testing.assert_close(one, whole)
