@@ -100,10 +100,12 @@ def test_a_count_is_released_once():
     threshold = adaptive()
     threshold.update(norms(1.0), step=4, noise_key=KEY)
     before = threshold.state_dict()
-    for step in (3, 4):
+    resumed = adaptive()
+    resumed.load_state_dict(before)
+    for one, step in ((threshold, 3), (threshold, 4), (resumed, 4)):
         with pytest.raises(RuntimeError, match="released already"):
-            threshold.update(norms(2.0), step=step, noise_key=KEY)
-    assert threshold.state_dict() == before
+            one.update(norms(2.0), step=step, noise_key=KEY)
+    assert threshold.state_dict() == resumed.state_dict() == before
     threshold.update(norms(2.0), step=6, noise_key=KEY)  # steps that failed in between are gone
 
 

@@ -120,24 +120,6 @@ def test_checks_reject_what_is_not_normal():
     assert not uncorrelated(z, 0.02 * z + draw(N, stream(step=1)))
 
 
-OTHER_STREAMS = {
-    "step": stream(step=1),
-    "far step": stream(step=2**32),
-    "share": stream(share=1),
-    "parameter": stream(parameter="layer.bias"),
-    "secret": stream(secret=bytes(31) + b"\x01"),
-}
-
-
-@pytest.mark.parametrize("which", OTHER_STREAMS)
-def test_other_streams_are_independent(which):
-    a, b = draw(N), draw(N, OTHER_STREAMS[which])
-    assert uncorrelated(a, b)
-    assert (a == b).sum() <= 2
-    assert right_scale((a - b) / math.sqrt(2))
-    assert right_scale(b)
-
-
 def test_no_two_streams_share_a_word():
     secrets = [SECRET, bytes(32), bytes(31) + b"\x01", b"\x01" + bytes(31)]
     names = ["", "a", "aa", "b", "a\0", "0", "\0\0\0\0\0\0\0\0a"]

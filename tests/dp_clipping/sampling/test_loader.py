@@ -243,13 +243,13 @@ class Items(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rand_on_empty(workers):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
     original = DataLoader(Items(), batch_size=1, num_workers=workers)
     loader = PoissonLoader(original, key=KEY, rand_on_empty=True)
     sizes = [len(share) for (share,) in map(loader.batch_sampler.shares, range(len(loader)))]
     assert 0 in sizes
     assert max(sizes) > 1
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
     for size, batch in zip(sizes, loader, strict=True):
         assert loader.usage.ticket.is_dummy == (size == 0)
         if size == 0:

@@ -24,7 +24,7 @@ from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling.usage import Ticket
 from tests.support import zoo
 from tests.support.draws import KEY, joined, numbers
-from tests.support.engine import in_parts
+from tests.support.engine import in_parts, step
 from tests.support.replicas import build, parameters, train
 
 
@@ -366,9 +366,7 @@ class TestPadded:
         with padded(run, 4) as pieces:
             for x, y, _ in pieces:
                 real = pieces.real
-                run.criterion(run.model(x), y).backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                step(run, (x, y))
             assert real == 3
             run.criterion(run.model(x), y).backward()
             assert len(run.model.per_sample_gradient_norms) == 4
@@ -437,9 +435,7 @@ class TestPadded:
         with padded(run, 12) as pieces:
             for x, y, _ in pieces:
                 with Shapes() as shapes:
-                    run.criterion(run.model(x), y).backward()
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                    step(run, (x, y))
                 if pieces.real and run.optimizer.steps > 2:
                     seen.append(shapes.seen)
                     reals.append(pieces.real)

@@ -9,14 +9,9 @@ import torch
 
 from dp_clipping.sampling.poisson import PoissonSampler, included
 from dp_clipping.sampling.usage import Ticket
-from tests.support.draws import KEY, OTHER_KEY
+from tests.support.draws import KEY
 
 FROZEN = [6, 26, 46, 54, 57]  # draw 5 of 60 samples at rate 0.1
-
-
-def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    one, other = one.double() - one.double().mean(), other.double() - other.double().mean()
-    return float((one @ other) / (one.norm() * other.norm()))
 
 
 class TestMask:
@@ -56,24 +51,6 @@ class TestMask:
         long = included(KEY, 3, 1003, 0.3)
         for length in (1, 2, 5, 998):
             assert torch.equal(included(KEY, 3, length, 0.3), long[:length])
-
-    @pytest.mark.parametrize(
-        ("key", "step"),
-        [(KEY, 8), (KEY, 9), (KEY, 7 + 2**32), (OTHER_KEY, 7), (OTHER_KEY, 8)],
-        ids=["next", "second", "far", "other key", "other key, next"],
-    )
-    def test_draws_are_independent_also_shifted(self, key, step):
-        num_samples = 20_000
-        one, other = included(KEY, 7, num_samples, 0.5), included(key, step, num_samples, 0.5)
-        for shift in range(-9, 10):  # streams that overlap would show at a multiple of 4
-            overlap = num_samples - abs(shift)
-            a, b = one[max(0, shift) :][:overlap], other[max(0, -shift) :][:overlap]
-            assert abs(correlation(a, b)) < 5 / math.sqrt(overlap)
-
-    def test_neighbours_are_independent(self):
-        mask = included(KEY, 0, 20_000, 0.5)
-        for shift in (1, 2, 3, 4):
-            assert abs(correlation(mask[shift:], mask[:-shift])) < 5 / math.sqrt(20_000 - shift)
 
 
 class TestSampler:
