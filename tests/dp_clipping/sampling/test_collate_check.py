@@ -178,6 +178,10 @@ def by_length(samples):
     return pad(sorted(samples, key=lambda sample: -len(sample[0])))
 
 
+def list_by_length(samples):
+    return [x for x, _ in sorted(samples, key=lambda sample: len(sample[0]))]
+
+
 def shuffled(samples):
     samples = list(samples)
     random.shuffle(samples)
@@ -189,8 +193,8 @@ def first_two_exchanged(samples):
 
 
 OTHER_ORDER = [
-    (by_length, LONG), (shuffled, SAME), (by_length_and_masked, UNEQUAL),
-    (by_length_and_masked, LONG), (first_two_exchanged, SAME),
+    (by_length, LONG), (list_by_length, UNEQUAL), (shuffled, SAME),
+    (by_length_and_masked, UNEQUAL), (by_length_and_masked, LONG), (first_two_exchanged, SAME),
 ]  # fmt: skip
 
 
