@@ -19,6 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from dp_clipping import PrivacyEngine
 from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling.usage import Ticket
@@ -464,3 +465,47 @@ class TestPadded:
                 ValueError, match=r"forward of 2 samples.* 4 rows.*pad_batches=False"
             ):
                 run.model(x[:2])
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 3)
+
+    def forward(self, ids, offsets):
+        return self.head(self.bag(ids, offsets))
+
+
+def collate_bags(samples):
+    """As a user's collate function for uneven texts."""
+    texts, labels = zip(*samples, strict=True)
+    offsets = torch.tensor([0, *map(len, texts)]).cumsum(0)[:-1]
+    return torch.cat(texts), offsets, torch.tensor(labels)
+
+
+def train_bags(max_size: int) -> list[torch.Tensor]:
+    """Parameters after an epoch of Poisson batches of texts of different lengths, some empty."""
+    torch.manual_seed(0)
+    texts = [(torch.randint(9, (n % 4,)), n % 3) for n in range(20)]
+    network = Bags().double()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    model, optimizer, criterion, loader = PrivacyEngine().make_private(
+        module=network, optimizer=optimizer, criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(texts, batch_size=2, collate_fn=collate_bags),
+        noise_multiplier=0.0, max_grad_norm=0.1,
+        noise_generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    sizes = []
+    with split_by(loader, max_size, optimizer) as split_loader:
+        for ids, offsets, labels in split_loader:
+            sizes.append(len(offsets))
+            criterion(model(ids, offsets), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 0 in sizes, "an empty batch"
+    return [p.detach() for p in network.parameters()]
+
+
+def test_batches_of_bags_with_offsets_are_split():
+    for one, whole in zip(train_bags(1), train_bags(20), strict=True):
+        torch.testing.assert_close(one, whole)
