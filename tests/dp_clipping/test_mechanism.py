@@ -169,7 +169,7 @@ class TestNoise:
         pytest.fail("a thousand draws at q = 1/50 and none was empty")
 
 
-def test_known_random_numbers_void_the_bound():
+def test_known_random_numbers_void_it():
     """Removes a sample, so that others have other masks: see `docs/sharp_edges.md`."""
     inputs, targets = samples(40)
 

@@ -494,7 +494,7 @@ ROWS = [
      '(is_correlated and sampling != "cyclic",', "(False,", ARGUMENTS, "noise_mechanism"),
     # ---- other samplings
     ("a batch that was left does not come again", "sampling/usage.py",
-     "self.due if self.is_owed or", "self.due if", USAGE, "comes_again"),
+     "self.due if self.is_owed or", "self.due if", USAGE, "each_pass"),
     ("a pass in evaluation repeats another", "sampling/loader.py",
      "if self.is_training() else self.usage.shown", "if True else 0", USAGE, "each_pass"),
     ("a batch that was looked at alone is left out", "sampling/usage.py",

@@ -1,4 +1,4 @@
-"""Poisson sampling: rate, independence and ranks."""
+"""Poisson sampling: its rate, its spread, and what its loader is told of batches."""
 
 import math
 from collections import deque
