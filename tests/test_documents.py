@@ -386,7 +386,7 @@ def test_a_stop_of_the_tour_is_there(stop):
 
 
 PROOFS = sorted((ROOT / "docs/proofs").glob("*.md"))
-NAMED = re.compile(r"`((?:tests|dp_clipping|ddp)/[\w/]+\.py)(?:::(\w+))?`")
+NAMED = re.compile(r"`((?:tests|dp_clipping|ddp)/[\w/]+\.py)(?:(?:::\w+)*::(\w+))?`")
 each_proof = pytest.mark.parametrize("path", PROOFS, ids=lambda p: p.name)
 
 

@@ -9,19 +9,17 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_clipping import MODES, BatchMemoryManager, PrivacyEngine
+from dp_clipping import MODES, PrivacyEngine
 from tests.support import engine
 from tests.support.engine import (
     BATCH,
     CLASSES,
-    SAMPLES,
     arguments,
     backward,
     build,
     data,
     fixed,
     network,
-    parameters,
     step,
 )
 
@@ -118,16 +116,6 @@ class TestNoise:
 
 
 class TestSchedulers:
-    def test_learning_rate(self):
-        run = build()
-        schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda n: 1 / (1 + n))
-        rates = []
-        for _ in range(3):
-            step(run)
-            rates.append(run.optimizer.original_optimizer.param_groups[0]["lr"])
-            schedule.step()
-        assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
-
     def test_noise_and_threshold(self):
         """Noise alone, on empty batches: its scale is σC of the moment, and so is the account."""
         net = nn.Linear(3000, CLASSES)
@@ -158,54 +146,6 @@ class TestSchedulers:
         run.optimizer.step()
         norm = torch.cat([p.grad.flatten() for p in run.model.parameters()]).norm()
         assert norm == pytest.approx(0.5, rel=1e-3)
-
-
-class TestDraws:
-    @pytest.mark.parametrize("mode", ["bookkeeping", "ghost"])
-    def test_microbatches_equal_one_large_batch(self, mode):
-        options = {"noise_generator": fixed(), "noise_multiplier": 0.3, "grad_sample_mode": mode}
-        whole, split = build(**options), build(**options)
-        for batch in whole.loader:
-            step(whole, batch)
-        sizes = []
-        with BatchMemoryManager(
-            data_loader=split.loader, max_physical_batch_size=2, optimizer=split.optimizer
-        ) as loader:
-            for batch in loader:
-                sizes.append(len(batch[0]))
-                step(split, batch)
-        assert max(sizes) == 2
-        assert len(sizes) > len(whole.loader)
-        assert split.optimizer.steps == whole.optimizer.steps == 4
-        assert split.engine.accountant.history == whole.engine.accountant.history
-        for a, b in zip(parameters(whole), parameters(split), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-    @pytest.mark.parametrize("rand_on_empty", [False, True])
-    @pytest.mark.parametrize("mode", PRIVATE)
-    def test_empty_batches(self, mode, rand_on_empty):
-        run = build(
-            data_loader=DataLoader(data(), batch_size=1), grad_sample_mode=mode,
-            rand_on_empty=rand_on_empty, noise_generator=fixed(),
-        )  # fmt: skip
-        quiet = build(
-            data_loader=DataLoader(data(), batch_size=1), grad_sample_mode=mode,
-            rand_on_empty=rand_on_empty, noise_generator=fixed(), noise_multiplier=0.0,
-        )  # fmt: skip
-        empty = 0
-        for batch, same in zip(run.loader, quiet.loader, strict=True):
-            is_empty = run.loader.usage.ticket.is_dummy or len(batch[0]) == 0
-            empty += is_empty
-            for one, own in ((run, batch), (quiet, same)):
-                backward(one, own)
-                one.optimizer.step()
-            assert all((p.grad != 0).any() for p in run.model.parameters())
-            if is_empty:
-                assert not any(p.grad.any() for p in quiet.model.parameters())
-            run.optimizer.zero_grad()
-            quiet.optimizer.zero_grad()
-        assert 0 < empty < SAMPLES
-        assert run.engine.accountant.history == [(1.0, 1 / SAMPLES, SAMPLES)]
 
 
 class TestRelease:

@@ -1,4 +1,6 @@
-"""The mechanism that ε is computed for, measured on real steps: bounded sum, noise once, constant.
+"""The mechanism that ε is computed for, measured on real steps: noise once, a constant divisor.
+
+How far one unit moves a sum is in `neighbours/`.
 
 A test of noise must reject a wrong scale, so `assert_noise` is itself tried on steps with two
 thirds and three halves of the noise. Keys come from the operating system in most of these tests:
@@ -17,7 +19,6 @@ from torch.utils.data import TensorDataset
 
 from dp_clipping import MODES
 from tests.support import engine, zoo
-from tests.support.turns import in_turn
 
 PRIVATE_MODES = [mode for mode in MODES if mode != "no_dp"]
 SAMPLES, INPUTS, HIDDEN, OUTPUTS = 24, 40, 60, 20
@@ -168,50 +169,21 @@ class TestNoise:
         pytest.fail("a thousand draws at q = 1/50 and none was empty")
 
 
-STYLES = {
-    f"{clipping}-{function}": (clipping, function)
-    for clipping in ("flat", "per_layer") for function in ("abadi", "automatic")
-}  # fmt: skip
+def test_known_random_numbers_void_it():
+    """Removes a sample, so that others have other masks: see `docs/sharp_edges.md`."""
+    inputs, targets = samples(40)
 
+    def clipped_sum(first: int) -> Tensor:
+        run = make_run(
+            (inputs[first:], targets[first:]), 40, nn.Dropout(), noise_multiplier=0.0,
+            expected_batch_size=1, sample_rate=1.0,
+        )  # fmt: skip
+        (batch,) = run.loader
+        torch.manual_seed(7)
+        return flat(step(run, batch))
 
-class TestSensitivity:
-    """Two data sets that differ by one sample, in every draw, without noise."""
-
-    @pytest.mark.parametrize(("mode", "style"), in_turn(PRIVATE_MODES, STYLES, fast=2))
-    def test_one_sample_moves_the_sum_by_at_most_c(self, mode, style):
-        clipping, clipping_function = style
-        inputs, targets = samples(8)
-        targets[0] *= 1e6  # a gradient of a million times the others'
-        targets[1] *= 1e-3  # and one that is hardly clipped, if at all
-        options = {
-            "noise_multiplier": 0.0, "grad_sample_mode": mode, "clipping": clipping,
-            "clipping_function": clipping_function, "expected_batch_size": 1,
-        }  # fmt: skip
-        (everyone,) = steps(make_run((inputs, targets), 8, **options), 1)
-        for left_out in (0, 1, 5):
-            keep = [i for i in range(8) if i != left_out]
-            rest = (inputs[keep], targets[keep])
-            (without,) = steps(make_run(rest, 7, **options), 1)
-            moved = float(flat(difference(everyone, without)).norm())
-            assert moved <= C * (1 + 1e-5), f"sample {left_out}"
-            if left_out != 1:
-                assert moved > 0.95 * C, f"sample {left_out} is clipped more than it must be"
-
-    def test_known_random_numbers_void_it(self):
-        """Removes a sample, so that others have other masks: see `docs/sharp_edges.md`."""
-        inputs, targets = samples(40)
-
-        def clipped_sum(first: int) -> Tensor:
-            run = make_run(
-                (inputs[first:], targets[first:]), 40, nn.Dropout(), noise_multiplier=0.0,
-                expected_batch_size=1, sample_rate=1.0,
-            )  # fmt: skip
-            (batch,) = run.loader
-            torch.manual_seed(7)
-            return flat(step(run, batch))
-
-        assert torch.equal(clipped_sum(0), clipped_sum(0))
-        assert 3 * C < float((clipped_sum(0) - clipped_sum(1)).norm()) < 40 * C
+    assert torch.equal(clipped_sum(0), clipped_sum(0))
+    assert 3 * C < float((clipped_sum(0) - clipped_sum(1)).norm()) < 40 * C
 
 
 class TestDraws:

@@ -4,8 +4,6 @@ import functools
 
 import numpy as np
 import pytest
-import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusBatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -14,7 +12,7 @@ from dp_clipping.accounting import balls_in_bins, cyclic, truncated_poisson
 from dp_clipping.accounting.mechanism import ADD_OR_REMOVE, ZERO_OUT
 from tests.support import saved_runs
 from tests.support.draws import joined
-from tests.support.engine import in_parts, step
+from tests.support.engine import step
 from tests.support.saved_runs import BATCH, SAMPLES, check_resume, data, load, save, state, train
 from tests.support.turns import in_turn
 
@@ -162,14 +160,6 @@ def test_steps_are_a_public_number_of_batches(name):
 
 
 @every_order
-def test_each_unit_is_in_one_batch_of_an_epoch(name):
-    run = build(name)
-    everything = sorted(data().tensors[0][:, 0].tolist())
-    for _ in range(3):
-        assert sorted(joined(train(run, EPOCH))) == everything
-
-
-@every_order
 def test_a_batch_that_no_step_used_comes_again(name):
     """Left early or looked at in evaluation, a batch is not in the account and not lost."""
     run = build(name)
@@ -219,32 +209,6 @@ def test_another_batch_is_refused(name):
     assert run.engine.get_epsilon(DELTA) == 0
 
 
-@every_order
-def test_a_batch_left_half_way_comes_again(name):
-    run = build(name, noise_generator=torch.Generator().manual_seed(2))
-    manager = in_parts(run, 1)
-    with manager as loader:
-        pieces = iter(loader)
-        step(run, next(pieces))
-        with pytest.warns(UserWarning, match="was left after some"):
-            loader.leave()
-    assert run.optimizer.steps == 0
-    batches = train(run, EPOCH)
-    assert sorted(joined(batches)) == sorted(data().tensors[0][:, 0].tolist())
-
-
-@every_order
-def test_opacus_batch_memory_manager(name):
-    run = build(name)
-    seen = []
-    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
-        for batch in loader:
-            seen += batch[0][:, 0].tolist()
-            step(run, batch)
-    assert run.optimizer.steps == len(run.loader) == run.loader.position
-    assert sorted(seen) == sorted(data().tensors[0][:, 0].tolist())
-
-
 # ---- settings that change ------------------------------------------------------------------------
 
 
@@ -259,24 +223,6 @@ def test_noise_and_thresholds_may_change(name):
     mechanism = run.engine._mechanism
     assert epsilon(run) == mechanism.epsilon([[(0.8, 1 / 6, 4), (1.6, 1 / 6, 4)]], DELTA)
     assert run.engine.privacy_statement(DELTA).noise_multiplier == [0.8, 1.6]
-
-
-IDS = [i // 3 if i < 12 else i - 8 for i in range(SAMPLES)]
-
-
-@pytest.mark.parametrize(("name", "ids"), in_turn(SAMPLINGS, {"neighbours": None, "ids": IDS}, 1))
-def test_units_are_sampled(name, ids):
-    run = build(name, examples_per_unit=4, unit_ids=ids)
-    x = data().tensors[0][:, 0].tolist()
-    of = {value: (i // 4 if ids is None else ids[i]) for i, value in enumerate(x)}
-    for _ in range(2):
-        for batch, _ in looked_at(run):
-            for unit in batch[:, 0].view(-1, 4).tolist():
-                assert len({of[value] for value in unit}) == 1
-    units = 6 if ids is None else 16
-    assert run.engine._runs[0].units == units
-    train(run, 2)
-    assert epsilon(run) > 0
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -6,13 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.arguments.sampled import Sampled
 from tests.dp_clipping.conftest import assert_close, gradients_of
 from tests.support import engine as runs
-from tests.support import zoo
 from tests.support.engine import fixed, in_parts
 from tests.support.saved_runs import load, save
 
@@ -91,20 +89,6 @@ class TestSteps:
         assert parts > len(whole) or size > MOST
         for got, expected in zip(found, whole, strict=True):
             assert_close(got, expected, 1e-9)
-
-    def test_what_fills_a_unit_up_adds_nothing(self):
-        """Whatever it is: other numbers in these rows leave every bit as it is."""
-        sums = []
-        for factor in (1.0, 1e6):
-            run = build(sample_rate=1.0, steps=1)
-            for x, y in run.loader:
-                fill = run.loader.usage.ticket.fill
-                assert fill.sum() == 2
-                x = x.where(~fill[:, None], factor * x)
-                run.criterion(run.model(x), y).backward()
-            sums.append(gradients_of(run.model))
-        for name, value in sums[0].items():
-            assert torch.equal(value, sums[1][name])
 
     def test_check_compares_units(self):
         run = build()
@@ -220,19 +204,6 @@ class TestAccount:
         drawn = {"unit_ids": IDS, "examples_per_unit": 6, "examples_per_step": MOST}
         assert len(loader) == 3
         assert Sampled.of(drawn, data_loader=loader).rates == (1 / 4, 4)  # 7 or 8 units, 2 a batch
-
-    def test_the_divisor_is_of_units(self):
-        net = network()
-        run = build(
-            module=net, optimizer=torch.optim.SGD(net.parameters(), lr=1.0), sample_rate=1.0,
-            steps=1, loss_reduction="mean", max_grad_norm=1e6,
-        )  # fmt: skip
-        before = [p.detach().clone() for p in net.parameters()]
-        for _ in steps(run):
-            pass
-        each = oracle.per_sample_gradients(network(), data().tensors, zoo.cross_entropy)
-        for p, old, g in zip(net.parameters(), before, each.values(), strict=True):
-            torch.testing.assert_close(old - p, g.sum(0) / 2.0, rtol=1e-6, atol=1e-9)
 
     def test_a_target_epsilon_takes_the_rate_of_units(self):
         arguments = runs.arguments(**given())

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from dp_clipping.capture.samples.known_bags import refuse_offsets
-from dp_clipping.validation import check_module, problem_of, replicas
+from dp_clipping.validation import check_module, problem_of
 
 
 def frozen(module: nn.Module) -> nn.Module:
@@ -46,8 +46,3 @@ def test_offsets_of_bags_are_refused_in_sharded_networks():
         with pytest.raises(ValueError, match="EmbeddingBag is called with offsets"):
             refuse_offsets(bag, args, kwargs)
     refuse_offsets(bag, (ids[None],), {})
-
-
-def test_wrappers_that_know_no_clipped_sums():
-    assert nn.DataParallel in replicas()
-    assert nn.parallel.DistributedDataParallel in replicas()

@@ -140,20 +140,6 @@ class TestSteps:
             assert f"{SAMPLES} samples" in repr(loss)
 
     @pytest.mark.parametrize("pad", [False, True])
-    def test_physical_batches_hold_all_views_of_a_sample(self, pad):
-        run = build(sample_rate=0.7, steps=3, loss_reduction="sum")
-        rows, parts = [], 0
-        with in_parts(run, 2 * V, pad_batches=pad) as pieces:
-            for x, y in pieces:
-                assert len(x) == 2 * V if pad else len(x) <= 2 * V
-                rows.append((x[: pieces.real], y[: pieces.real]))
-                found, parts = step(run, x, y), parts + 1
-                if found is not None:
-                    assert_as_defined(run, found, *map(torch.cat, zip(*rows, strict=True)))
-                    rows = []
-        assert parts > 3
-
-    @pytest.mark.parametrize("pad", [False, True])
     def test_units_of_several_examples_have_views_of_each(self, pad):
         run = build(
             examples_per_unit=3, unit_ids=USERS, sample_rate=1.0, steps=1, max_grad_norm=2 * C

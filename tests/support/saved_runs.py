@@ -66,6 +66,8 @@ def train(run, steps, *, microbatch=None, after=lambda: None):
     """`steps` steps; what was drawn in each."""
     drawn, seen = [], []
     goal = run.optimizer.steps + steps
+    if not steps:
+        return drawn
     for x, y in batches(run, microbatch):
         seen += x[:, 0].tolist()
         run.criterion(run.model(x), y).backward()
@@ -99,6 +101,27 @@ def save(run, path, **more):
 
 def load(run, path, **more):
     return run.engine.load_checkpoint(path=path, module=run.model, optimizer=run.optimizer, **more)
+
+
+def trained(steps, **options):
+    """A run that has made so many steps."""
+    run = build(**options)
+    train(run, steps)
+    return run
+
+
+def saved(path, steps=0, **options):
+    """A run that has made so many steps and was saved after them."""
+    run = trained(steps, **options)
+    save(run, path)
+    return run
+
+
+def loaded(path, **options):
+    """A new run that goes on from a checkpoint."""
+    run = build(**options)
+    load(run, path)
+    return run
 
 
 def check_resume(path, build=build, steps=3, more=5, microbatch=None, **options):

@@ -89,21 +89,6 @@ def test_moments_of_a_sum(sigma, steps):
         assert 1 < squares / (exact - steps**2) < 1.01
 
 
-def test_a_finer_grid_only_lowers_epsilon(monkeypatch):
-    found = []
-    for resolution in (0.16, 0.08, 0.04, 0.02):
-        monkeypatch.setattr(balls_in_bins, "RESOLUTION", resolution)
-        balls_in_bins.doubled.cache_clear()
-        balls_in_bins.losses.cache_clear()
-        found.append(epsilon([[(0.8, 1 / 50, 250)]], 1e-5))
-    balls_in_bins.doubled.cache_clear()
-    balls_in_bins.losses.cache_clear()
-    assert found == sorted(found, reverse=True)
-    differences = -np.diff(found)
-    assert (differences[:-1] > 3 * differences[1:]).all(), "the error is of second order"
-    assert found[2] < 1.005 * found[3]
-
-
 def test_steps_of_an_epoch_add_up_to_it():
     spent = [epsilon([[(1.0, 1 / 6, steps)]], 1e-4) for steps in range(1, 14)]
     assert all(less < more + 1e-9 for less, more in pairwise(spent))

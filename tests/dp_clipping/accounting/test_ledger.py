@@ -13,10 +13,13 @@ from tests.support.saved_runs import (
     build,
     data,
     load,
+    loaded,
     save,
+    saved,
     state,
     steps_of,
     train,
+    trained,
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -38,9 +41,7 @@ class TestAccount:
             load(run, path, **more)
 
     def test_the_same_run_from_an_earlier_step_makes_the_same_steps_again(self, path):
-        run = build()
-        train(run, 1)
-        save(run, path)
+        run = saved(path, 1)
         train(run, 3)
         expected = state(run)
         self.load(run, path, 3)
@@ -52,9 +53,7 @@ class TestAccount:
 
     def test_new_keys_from_an_earlier_step(self, path):
         """Both continuations are released, what they begin with is one."""
-        run = build()
-        train(run, 2)
-        save(run, path)
+        run = saved(path, 2)
         train(run, 3)
         spent = run.engine.get_epsilon(1e-5)
         self.load(run, path, 3, new_keys=True)
@@ -65,9 +64,7 @@ class TestAccount:
 
     def test_the_checkpoint_knows_what_it_has(self, path):
         first = path.with_name("first.pt")
-        run = build()
-        train(run, 2)
-        save(run, first)
+        run = saved(first, 2)
         train(run, 3)
         self.load(run, first, 3, new_keys=True)
         train(run, 1)
@@ -75,8 +72,7 @@ class TestAccount:
         train(run, 1)
         self.load(run, path, 1)
         assert steps_of(run) == 7
-        resumed = build()
-        load(resumed, path)
+        resumed = loaded(path)
         assert steps_of(resumed) == 6
         train(resumed, 1)
         self.load(resumed, first, 5, new_keys=True)
@@ -142,9 +138,7 @@ class TestAccount:
 
     def test_another_run_of_the_engine_takes_none_away(self, path):
         dataset = data()
-        one = build(dataset=dataset)
-        train(one, 2)
-        save(one, path)
+        one = saved(path, 2, dataset=dataset)
         train(one, 3)
         other = build(engine=one.engine, dataset=dataset)
         self.load(other, path, 3)
@@ -173,8 +167,7 @@ class TestAccount:
     )
     def test_a_step_again_under_the_same_noise_is_refused_if_it_is_another(self, path, name, value):
         """r₁ - 100 r₂ of C = 100 and C = 1 would have no noise in it."""
-        run = build()
-        save(run, path)
+        run = saved(path)
         setattr(run.optimizer, name, value)
         train(run, 1)
         spent = run.engine.accountant.history
@@ -191,9 +184,7 @@ class TestAccount:
 
     def test_a_step_again_with_another_learning_rate_is_refused(self, path):
         """The step after it would have the same noise, and sums at other parameters."""
-        run = build()
-        train(run, 1)
-        save(run, path)
+        run = saved(path, 1)
         train(run, 2)
         self.load(run, path, 2)
         run.optimizer.param_groups[0]["lr"] = 0.01
@@ -217,8 +208,7 @@ class TestAccount:
     )
     def test_a_step_again_with_another_criterion_is_refused(self, path, first, second):
         dataset = data()
-        run = build(dataset=dataset, criterion=first)
-        save(run, path)
+        run = saved(path, dataset=dataset, criterion=first)
         train(run, 2)
         other = build(engine=run.engine, dataset=dataset, criterion=second)
         self.load(other, path, 2)
@@ -230,14 +220,12 @@ class TestAccount:
         save(other := build(accountant="gdp"), path)
         train(other, 1)
         save(other, path)
-        run = build(accountant="gdp", noise_multiplier=0.9)
-        train(run, 2)
+        run = trained(2, accountant="gdp", noise_multiplier=0.9)
         with pytest.raises(ValueError, match=r"gdp cannot hold 2 steps .* new engine") as caught:
             load(run, path, new_keys=True)
         assert "\n" not in str(caught.value)
         assert run.engine.accountant.history == [(0.9, 1 / 6, 2)]
-        same = build(accountant="gdp")
-        train(same, 2)
+        same = trained(2, accountant="gdp")
         self.load(same, path, 2, new_keys=True)
         assert same.engine.accountant.history == [(0.8, 1 / 6, 3)]
 

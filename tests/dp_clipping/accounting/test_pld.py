@@ -13,7 +13,6 @@ from opacus.accountants import IAccountant, PRVAccountant
 from dp_clipping import PrivacyEngine
 from dp_clipping.accounting import pld
 from dp_clipping.accounting.pld import PLDAccountant, epsilon, merged
-from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 
 # σ, q, steps, and ε at δ = 1e-5 by dp-accounting 0.6.0's optimistic and pessimistic estimates at an
 # interval of 1e-4 (1e-3 below σ = 0.15): python -m tests.support.pld_references
@@ -161,17 +160,3 @@ def test_it_is_an_accountant_of_opacus():
     count(SimpleNamespace(noise_multiplier=3.0, accumulated_iterations=2))
     assert account.history[-1] == (3.0, 0.2, 1)
     assert isinstance(PrivacyEngine().accountant, IAccountant)
-
-
-@pytest.mark.parametrize(
-    ("target", "rate", "steps"),
-    [(8.0, 0.01, 1_000), (3.0, 0.001, 100_000), (1_000.0, 0.01, 1_000),
-     pytest.param(50.0, 0.1, 100_000, marks=pytest.mark.slow)],
-)  # fmt: skip
-def test_a_target_is_reached_in_seconds(target, rate, steps):
-    begin = time.process_time()
-    found = noise_multiplier_for(
-        target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps, accountant="pld"
-    )
-    assert time.process_time() - begin < 12
-    assert 0.999 * target - 0.01 <= epsilon([(found, rate, steps)], 1e-5) <= target

@@ -16,6 +16,9 @@ from tests.support import engine
 def test_numbers_of_every_kind_are_taken(number):
     run = engine.build(noise_multiplier=number, max_grad_norm=number, expected_batch_size=number)
     engine.step(run)
+    own = run.optimizer
+    numbers = (own.noise_multiplier, own.max_grad_norm, own.expected_batch_size)
+    assert all(x == 1 and type(x) in (int, float) for x in numbers)
 
 
 class DPOptimizer:

@@ -10,7 +10,19 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from tests.support.saved_runs import BATCH, build, edit, keys_of, load, save, state, train
+from tests.support.saved_runs import (
+    BATCH,
+    build,
+    edit,
+    keys_of,
+    load,
+    loaded,
+    save,
+    saved,
+    state,
+    train,
+    trained,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -27,8 +39,7 @@ class TestKeys:
             make = ExponentialNoise if entry == "noise_scheduler" else ExponentialGradClip
             return {entry: make(run.optimizer, gamma=0.5)} if is_there else {}
 
-        run = build()
-        train(run, 1)
+        run = trained(1)
         objects = {"path": path, "module": run.model, "optimizer": run.optimizer}
         run.engine.save_checkpoint(**objects | given(run, is_saved))
         resumed = build()
@@ -40,9 +51,7 @@ class TestKeys:
         assert resumed.optimizer.steps == 1
 
     def test_the_key_is_in_its_file_alone(self, path):
-        run = build()
-        train(run, 2)
-        save(run, path)
+        run = saved(path, 2)
         keys = keys_of(run)
         secrets = [keys.master, keys.noise, keys.sampling]
         secrets += [secret.hex().encode() for secret in secrets]
@@ -79,15 +88,13 @@ class TestKeys:
         assert stat.S_IMODE(key_path(path).stat().st_mode) == 0o600
 
     def test_a_key_file_that_others_may_read_is_closed_at_the_next_save(self, path):
-        run = build()
-        save(run, path)
+        run = saved(path)
         key_path(path).chmod(0o644)
         save(run, path)
         assert stat.S_IMODE(key_path(path).stat().st_mode) == 0o600
 
     def test_it_is_written_once_a_run(self, path):
-        run = build()
-        save(run, path)
+        run = saved(path)
         before = key_path(path).stat()
         train(run, 1)
         save(run, path)
@@ -95,9 +102,7 @@ class TestKeys:
         assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
     def test_a_missing_file_is_said_and_may_be_done_without(self, path):
-        one = build()
-        train(one, 2)
-        save(one, path)
+        one = saved(path, 2)
         key_path(path).unlink()
         other = build()
         with pytest.raises(ValueError, match=r"run.pt.key is missing.*new_keys=True"):
@@ -115,8 +120,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"drawn 00\n", b"drawn " + b"ab" * 31])
     def test_a_broken_file_is_refused_and_not_overwritten(self, path, content):
-        run = build()
-        save(run, path)
+        run = saved(path)
         key_path(path).write_bytes(content)
         for use in (load, save):
             with pytest.raises(ValueError, match="is not a key file") as caught:
@@ -134,9 +138,7 @@ class TestKeys:
         ],
     )
     def test_another_mechanism_draws_another_key(self, path, change):
-        one = build()
-        train(one, 2)
-        save(one, path)
+        one = saved(path, 2)
         other = build(**change)
         with pytest.warns(UserWarning, match=next(iter(change)) + " was .* new key"):
             load(other, path)
@@ -149,9 +151,7 @@ class TestKeys:
     @pytest.mark.parametrize("name", ["world_size", "data_ranks", "device"])
     def test_other_ranks_and_another_device_draw_another_key(self, path, name):
         """Dropout draws other masks there: another sum, which the same noise would give away."""
-        one = build()
-        train(one, 2)
-        save(one, path)
+        one = saved(path, 2)
         edit(one, path, lambda saved: saved["dp_clipping"]["run"].update({name: "other"}))
         resumed = build()
         with pytest.warns(UserWarning, match=f"{name} was other and is .* a new key"):
@@ -183,9 +183,7 @@ class TestKeys:
         def adaptive():
             return AdaptiveThreshold(0.7, expected_batch_size=BATCH, count_std=4.0)
 
-        one = build(adaptive_threshold=adaptive())
-        train(one, 2)
-        save(one, path)
+        one = saved(path, 2, adaptive_threshold=adaptive())
         resumed = build(adaptive_threshold=adaptive(), noise_multiplier=0.9)
         with pytest.warns(UserWarning, match="noise_multiplier was 0.8 and is 0.9"):
             load(resumed, path)
@@ -193,9 +191,7 @@ class TestKeys:
         assert resumed.optimizer.max_grad_norm == one.optimizer.max_grad_norm != 0.7
 
     def test_other_data_need_the_word(self, path):
-        one = build()
-        train(one, 2)
-        save(one, path)
+        saved(path, 2)
         other = build(count=28)
         with pytest.raises(ValueError, match="num_samples is 24 in the checkpoint and 28"):
             load(other, path)
@@ -203,14 +199,12 @@ class TestKeys:
         assert (other.loader.position, other.optimizer.steps) == (0, 2)
         train(other, 1)
         save(other, path)
-        again = build(count=28)
-        load(again, path)
+        again = loaded(path, count=28)
         assert (again.loader.position, again.optimizer.steps) == (1, 3)
 
     def test_new_keys_are_new_also_after_steps_of_this_run(self, path):
         """Steps are counted back, so the old key would draw the same noise for other sums."""
-        run = build()
-        save(run, path)
+        run = saved(path)
         train(run, 2)
         before = keys_of(run)
         with pytest.warns(UserWarning, match="the account keeps 2 of this"):
@@ -219,7 +213,6 @@ class TestKeys:
 
     def test_fixed_ones_stay_known_as_such(self, path):
         save(build(noise_generator=torch.Generator().manual_seed(1)), path)
-        resumed = build()
-        load(resumed, path)
+        resumed = loaded(path)
         with pytest.warns(UserWarning, match="fixed seed"):
             resumed.engine.get_epsilon(1e-5)

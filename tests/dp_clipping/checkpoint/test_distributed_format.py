@@ -149,8 +149,8 @@ def refused_on_all(cpu_ranks, path: Path, match: str, **options) -> None:
     assert all(re.search(match, message) for message in own), own
 
 
-def saved(context: Context, path: Path) -> None:
-    run = start(context)
+def saved(context: Context, path: Path, seed: int | None = 5) -> None:
+    run = start(context, seed=seed)
     train(run, 1)
     save(run, path)
 
@@ -378,12 +378,6 @@ def test_a_rank_that_cannot_write(context: Context, path: Path) -> None:
     assert len(list(path.glob("tensors-*"))) == 1
 
 
-def saved_with_a_drawn_key(context: Context, path: Path) -> None:
-    run = start(context, seed=None)
-    train(run, 1)
-    save(run, path)
-
-
 class Stop(Exception):
     """In place of a kill, of which the other ranks would hear by a timeout only."""
 
@@ -431,7 +425,7 @@ def found_again(context: Context, path: Path, steps: int) -> None:
 )
 def test_stopped_in_between(cpu_ranks, path, at, call, steps):
     """The old checkpoint is there with its key, or the new one; what is left over goes away."""
-    cpu_ranks.run(2, saved_with_a_drawn_key, path)
+    cpu_ranks.run(2, saved, path, None)
     cpu_ranks.run(2, stopped_in_between, path, at, call)
     cpu_ranks.run(2, found_again, path, steps)
 

@@ -1,10 +1,6 @@
 """A kill at any moment loses nothing."""
 
-import multiprocessing
 import os
-import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,7 @@ import torch
 
 from dp_clipping.checkpoint.file_format import _Hashing, key_path
 from dp_clipping.noise.keys import read_keys
-from tests.support.saved_runs import build, keys_of, load, save, train
+from tests.support.saved_runs import build, keys_of, load, save, train, trained
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -49,8 +45,7 @@ def guard_operations(monkeypatch, crash_at=None):
 class TestKilled:
     def test_between_any_two_operations(self, path, monkeypatch):
         """A run with a new key saves over the checkpoint of an old run: the worst case."""
-        old, new = build(seed=1), build(seed=2)
-        train(new, 1)
+        old, new = build(seed=1), trained(1, seed=2)
         save(old, path)
         files = [(file, file.read_bytes()) for file in (path, key_path(path))]
         with monkeypatch.context() as patch:
@@ -74,35 +69,6 @@ class TestKilled:
             assert read_keys(key_path(path)) == [keys_of(new)]
         assert found == {False, True}
 
-    @pytest.mark.slow
-    def test_by_sigkill_at_random_moments(self, path):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch is imported once
-        chance = random.Random(4)
-        fingerprints = set()
-        for _ in range(20):
-            process = context.Process(target=save_for_ever, args=(path, started := context.Event()))
-            process.start()
-            assert started.wait(60)
-            time.sleep(chance.uniform(0, 0.2))
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            run = build()
-            load(run, path)
-            fingerprints.add(keys_of(run).fingerprint)
-        assert len(fingerprints) > 10
-
-
-def save_for_ever(path, started):
-    """New runs, each with its own key, save over each other."""
-    torch.set_num_threads(1)
-    while True:
-        run = build()
-        for _ in range(3):
-            train(run, 1)
-            save(run, path)
-            started.set()
-
 
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path, monkeypatch, at):
@@ -125,8 +91,7 @@ def test_an_interrupt_while_writing_is_an_interrupt(tmp_path, monkeypatch, at):
 
 def test_an_account_of_fewer_steps_than_the_run_is_no_whole_checkpoint(path, monkeypatch):
     """Also if a program has shortened it and has sealed the file again."""
-    run = build()
-    train(run, 2)
+    run = trained(2)
     state = run.engine._account.accountant.state_dict()
     (sigma, rate, _), *_ = state["history"]
     with monkeypatch.context() as patch:

@@ -25,7 +25,9 @@ from tests.support.saved_runs import (
     keys_of,
     load,
     save,
+    saved,
     train,
+    trained,
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -72,13 +74,10 @@ def refused(run, path, match, *schedulers, **more):
 
 
 @pytest.fixture
-def saved(path):
+def pair(path):
     """A checkpoint of three steps, and a run of one."""
-    one = build(make=adamw)
-    train(one, 3)
-    save(one, path)
-    run = build(make=adamw, seed=4)
-    train(run, 1)
+    one = saved(path, 3, make=adamw)
+    run = trained(1, make=adamw, seed=4)
     return one, run
 
 
@@ -94,9 +93,9 @@ class TestDamage:
             lambda saved: saved["module_state_dict"]["first.weight"].zero_(),
         ],
     )
-    def test_edited(self, path, saved, change):
+    def test_edited(self, path, pair, change):
         """Saved again as a checkpoint, with the old digest, and with one of another key."""
-        one, run = saved
+        one, run = pair
         seal = path.read_bytes()[-SEAL_BYTES:]
         content = torch.load(path)
         change(content)
@@ -111,8 +110,8 @@ class TestDamage:
         with pytest.warns(UserWarning, match="account keeps"):
             load(run, path)
 
-    def test_files_of_another_run(self, path, saved):
-        _, run = saved
+    def test_files_of_another_run(self, path, pair):
+        _, run = pair
         other = path.with_name("other.pt")
         save(build(make=adamw), other)
         for file, match in ((path, "holds no key"), (key_path(path), "holds no key")):
@@ -125,8 +124,8 @@ class TestDamage:
         path.unlink()
         refused(run, path, "there is no checkpoint")
 
-    def test_without_its_key_the_digest_alone_is_verified(self, path, saved):
-        _, run = saved
+    def test_without_its_key_the_digest_alone_is_verified(self, path, pair):
+        _, run = pair
         content = path.read_bytes()
         key_path(path).unlink()
         path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
@@ -138,8 +137,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("options", [{"_use_new_zipfile_serialization": False}, {}])
     def test_other_formats_of_torch(self, path, options):
-        one = build()
-        train(one, 1)
+        one = trained(1)
         save(one, path, torch_save_kwargs=options)
         run = build()
         load(run, path, torch_load_kwargs={} if options else {"mmap": True})
@@ -181,9 +179,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("match", OTHERS)
 def test_another_run(path, match):
-    one = build()
-    train(one, 1)
-    save(one, path)
+    saved(path, 1)
     refused(OTHERS[match](), path, match)
 
 
@@ -231,8 +227,7 @@ def test_files_and_arguments_of_others(path):
     ],
 )
 def test_saving_what_could_not_be_loaded(path, entry, match):
-    run = build()
-    save(run, path)
+    run = saved(path)
     before = path.read_bytes()
     with pytest.raises(ValueError, match=match):
         save(run, path, checkpoint_dict=entry)

@@ -1,4 +1,4 @@
-"""A resumed run is the run, on one rank and on several."""
+"""A resumed run is the run; on several ranks it is in `ranks/test_runs.py`, but for failures."""
 
 from pathlib import Path
 
@@ -16,9 +16,12 @@ from tests.support.saved_runs import (
     check_resume,
     keys_of,
     load,
+    loaded,
     save,
+    saved,
     state,
     train,
+    trained,
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -52,26 +55,15 @@ class TestResume:
         check_resume(path, workers=2, microbatch=2)
 
     def test_saved_again_and_again(self, path):
-        whole = build()
-        save(whole, path)
+        whole = saved(path)
         expected = train(whole, 6)
         drawn = []
         for _ in range(3):
-            run = build(seed=3)
-            load(run, path)
+            run = loaded(path, seed=3)
             drawn += train(run, 2)
             save(run, path)
         assert drawn == expected
         assert state(run) == state(whole)
-
-    def test_a_draw_in_the_hand_is_drawn_again(self, path):
-        whole = build()
-        train(whole, 2)
-        held = next(iter(whole.loader))
-        save(whole, path)
-        resumed = build()
-        load(resumed, path)
-        assert torch.equal(next(iter(resumed.loader))[0], held[0])
 
     def test_in_the_middle_of_a_step_it_is_refused(self, path):
         run = build()
@@ -93,14 +85,12 @@ class TestResume:
             load(run, path)
 
     def test_what_the_sum_is_divided_by_is_as_it_was_left(self, path):
-        run = build()
-        train(run, 1)
+        run = trained(1)
         run.optimizer.expected_batch_size, run.optimizer.loss_reduction = 9.0, "sum"
         train(run, 1)
         save(run, path)
         train(run, 1)
-        resumed = build()
-        load(resumed, path)
+        resumed = loaded(path)
         assert resumed.optimizer.expected_batch_size == 9.0
         assert resumed.optimizer.loss_reduction == "sum"
         train(resumed, 1)
@@ -155,17 +145,8 @@ class TestResume:
         scheduler.step()
         assert other.optimizer.noise_multiplier == 1.6
 
-    def test_what_is_given_on_one_side_only_is_said(self, path):
-        run = build()
-        save(run, path)
-        with pytest.warns(UserWarning, match="no noise_scheduler in the checkpoint"):
-            load(run, path, noise_scheduler=ExponentialNoise(run.optimizer, gamma=1.0))
-        with pytest.warns(UserWarning, match="an optimizer in the checkpoint and no optimizer"):
-            run.engine.load_checkpoint(path=path, module=run.model)
-
     def test_steps_and_draws_go_on_without_the_optimizer_too(self, path):
-        run = build()
-        train(run, 3)
+        run = trained(3)
         run.engine.save_checkpoint(path=path, module=run.model, data_loader=run.loader)
         resumed = build()
         resumed.engine.load_checkpoint(path=path, module=resumed.model)
@@ -173,9 +154,7 @@ class TestResume:
         assert resumed.optimizer.noise.key == run.optimizer.noise.key
 
     def test_a_load_drops_gradients_and_the_skip_of_what_was_before(self, path):
-        run = build()
-        train(run, 1)
-        save(run, path)
+        run = saved(path, 1)
         x, y = next(iter(run.loader))
         run.criterion(run.model(x), y).backward()
         run.optimizer.step()
@@ -196,21 +175,6 @@ class TestResume:
         plain = Network()
         plain.load_state_dict(rest["module_state_dict"])
         assert torch.equal(plain.first.weight, run.model.network.first.weight)
-
-
-def resume_on_ranks(context, folder):
-    path = Path(folder) / "run.pt"
-    whole = build(group=context.group)
-    torch.manual_seed(100 + context.rank)  # dropout differs between ranks
-    train(whole, 3)
-    save(whole, path)
-    assert path.exists(), "no rank goes on before it is whole"
-    expected = train(whole, 4)
-    resumed = build(group=context.group, seed=5)
-    load(resumed, path)
-    assert train(resumed, 4) == expected
-    assert state(resumed) == state(whole)
-    return state(resumed), [x for step in expected for x in step], keys_of(resumed).fingerprint
 
 
 def fail_on_one_rank(context, folder):
@@ -246,19 +210,6 @@ def fail_on_one_rank(context, folder):
 
 
 class TestRanks:
-    def test_resume_with_the_same_and_another_number(self, cpu_ranks, path):
-        answers = cpu_ranks.run(2, resume_on_ranks, str(path.parent))
-        states, drawn, keys = zip(*answers, strict=True)
-        assert states[0] == states[1]
-        assert keys[0] == keys[1]
-        assert not set(drawn[0]) & set(drawn[1]), "ranks have different samples"
-        alone = build()
-        with pytest.warns(UserWarning, match="world_size was 2 and is 1, .* a new key"):
-            load(alone, path)
-        assert keys_of(alone).fingerprint != keys[0]
-        assert (alone.optimizer.steps, alone.loader.position) == (3, 3)
-        assert alone.engine.accountant.history == [(0.8, 1 / 6, 3)]
-
     def test_failures(self, cpu_ranks, path):
         (first, new), (second, same) = cpu_ranks.run(2, fail_on_one_rank, str(path.parent))
         assert new == same

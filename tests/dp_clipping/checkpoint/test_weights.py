@@ -6,7 +6,7 @@ from torch import nn
 
 from dp_clipping.checkpoint.file_format import MODULE
 from dp_clipping.checkpoint.weights import digest_of
-from tests.support.saved_runs import build, load, save, state, train
+from tests.support.saved_runs import build, load, save, state, train, trained
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -17,8 +17,7 @@ def network_of(run) -> nn.Module:
 
 @pytest.mark.parametrize("weights", ["none", "trainable"])
 def test_it_goes_on_bit_for_bit(path, weights):
-    whole = build(frozen=True)
-    train(whole, 2)
+    whole = trained(2, frozen=True)
     save(whole, path, weights=weights)
     elsewhere = {name: x.clone() for name, x in network_of(whole).state_dict().items()}
     expected = train(whole, 3)
@@ -30,8 +29,7 @@ def test_it_goes_on_bit_for_bit(path, weights):
 
 
 def test_what_is_written(path):
-    run = build(frozen=True)
-    train(run, 1)
+    run = trained(1, frozen=True)
     trainable = {n for n, p in network_of(run).named_parameters() if p.requires_grad}
     every = set(network_of(run).state_dict())
     assert trainable < every
@@ -43,8 +41,7 @@ def test_what_is_written(path):
 @pytest.mark.parametrize("weights", ["none", "trainable"])
 def test_other_weights_are_refused(path, weights):
     """The same noise on another sum would give away the difference of the two."""
-    whole = build(frozen=True)
-    train(whole, 1)
+    whole = trained(1, frozen=True)
     save(whole, path, weights=weights)
     resumed = build(frozen=True)
     network_of(resumed).load_state_dict(network_of(whole).state_dict())

@@ -1,14 +1,12 @@
 """Norms over ranks: where they add up, where they must not, and that every rank has the same."""
 
 import math
-import random
 from datetime import timedelta
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -38,36 +36,6 @@ def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.floa
 
 
 # ---- what clipping needs -------------------------------------------------------------------------
-
-
-def reduced(context: Context, mesh: str, mode: str) -> tuple[Tensor, Tensor]:
-    """This rank's table [1, K, B] before and after."""
-    reducer = reducer_of(context, mesh, mode)
-    own = torch.rand(1, GROUPS, 7, generator=torch.Generator().manual_seed(context.rank)).double()
-    before, order = own.clone(), list(range(4))
-    if mode == "layerwise":
-        sums = reducer.layerwise(order, lambda keys: own * len(keys) / len(order), every=1)
-        random.Random(context.rank).shuffle(order)  # another order on every rank
-        for key in order:
-            assert sums.launched < len(order)
-            sums.add(key)
-        assert sums.launched == len(order)
-    else:
-        sums = reducer.reduce(own)
-    total = sums.wait()
-    assert torch.equal(total, sums.wait())
-    assert torch.equal(own, before), "the table given is not changed"
-    return own, total
-
-
-@pytest.mark.parametrize("mode", NORM_REDUCTIONS)
-@pytest.mark.parametrize("mesh", ["tensor", "data x tensor"])
-def test_tensor_ranks_differ_before_and_are_identical_after(cpu_ranks, mesh, mode):
-    answers = cpu_ranks.run(2 if mesh == "tensor" else 4, reduced, mesh, mode)
-    for one in range(0, len(answers), 2):
-        before, after = zip(*answers[one : one + 2], strict=True)
-        torch.testing.assert_close(after[0], sum(before), rtol=1e-14, atol=0)
-        assert torch.equal(*after), "the same bits"
 
 
 @on_ranks(2)

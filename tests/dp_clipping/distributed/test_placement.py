@@ -5,11 +5,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.placement import (
@@ -139,53 +137,3 @@ def test_an_unknown_order_of_shards_is_refused():
 
 
 # ---- what FSDP2 and tensor parallel make ---------------------------------------------------------
-
-
-class Network(nn.Module):
-    """`up` is cut by rows, `down` by columns, and FSDP cuts the rows of both."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.rest = nn.Linear(4, 5)
-        self.scale = nn.Parameter(torch.empty(width))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(addresses(*parameter.shape))
-
-
-def sharded(context: Context, sizes: tuple[int, ...], width: int, hidden: int, by: int) -> None:
-    mesh = mesh_of(*sizes)
-    network = Network(width, hidden).double()
-    if len(sizes) == 2:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(network, mesh["tensor"], plan)
-    tensor_parallel = [p for p in network.parameters() if isinstance(p, DTensor)]
-    assert len(tensor_parallel) == (4 if len(sizes) == 2 else 0)
-    for parameter in network.parameters():
-        check(parameter)
-
-    def dim_of(parameter: nn.Parameter) -> Shard:
-        return Shard(by if parameter.dim() > by else 0)
-
-    data = mesh["data"] if len(sizes) == 2 else mesh
-    fully_shard(network.up, mesh=data, shard_placement_fn=dim_of)
-    fully_shard(network, mesh=data, shard_placement_fn=dim_of)
-    names = set()
-    for parameter in network.parameters():
-        assert isinstance(parameter, DTensor)
-        check(parameter)
-        names |= {type(p).__name__ for p in parameter.placements}
-    assert ("_StridedShard" in names) == (len(sizes) == 2 and sizes[1] > 1), names
-    network.unshard()
-    network.up.unshard()
-    for parameter in network.parameters():
-        check(parameter)
-
-
-@pytest.mark.parametrize("by", [0, 1])
-@pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (2, 2), (4, 1), (1, 4)])
-def test_fsdp_and_tensor_parallel(cpu_ranks, sizes, by):
-    """Uneven shards too: reading a strided one from left to right would give other elements."""
-    for width, hidden in ((8, 16), *(((3, 9), (1, 1)) if by == 0 else ())):
-        cpu_ranks.run(RANKS, sharded, sizes, width, hidden, by)

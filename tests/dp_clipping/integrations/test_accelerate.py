@@ -1,5 +1,7 @@
 """The plain loop of accelerate: what `make_private` returns is ready, and is not prepared again."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -28,21 +30,42 @@ def accelerator():
     return accelerate.Accelerator(cpu=True)
 
 
-def test_the_documented_loop(accelerator):
-    engine = PrivacyEngine(accountant="rdp")
-    model, optimizer, loader = made_private(engine, *parts())
-    before = [p.clone() for p in model.parameters()]
+def loop(accelerator, engine, accumulates: bool) -> list:
+    """The documented loop, perhaps within `accumulate`; weights before and after it."""
+    network, optimizer, loader = parts()
+    before = [p.detach().clone() for p in network.parameters()]
+    model, optimizer, loader = made_private(engine, network, optimizer, loader)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
     ) as batches:
         for batch in batches:
-            with accelerator.autocast():
-                loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert engine.privacy_statement(1e-5).steps == len(loader) == 3
-    assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
+            with accelerator.accumulate(model) if accumulates else nullcontext():
+                with accelerator.autocast():
+                    loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert engine.privacy_statement(1e-5).steps == len(loader)
+    return [before, [p.detach().clone() for p in network.parameters()]]
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_documented_loop(accelerator, accumulates):
+    """Within `accumulate` of one step the gradient is whole too."""
+    engine = PrivacyEngine(accountant="rdp")
+    before, after = loop(accelerator, engine, accumulates)
+    assert engine.privacy_statement(1e-5).steps == 3
+    assert all((p != q).any() for p, q in zip(before, after, strict=True))
+
+
+def test_an_accumulation_that_divides_is_refused():
+    engine = PrivacyEngine(accountant="rdp")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(
+        RuntimeError, match=r"gradient_accumulation_steps=2\) divides.*BatchMemoryManager\(data_lo"
+    ):
+        loop(accelerator, engine, True)
+    assert engine.privacy_statement(1e-5).steps == 0
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["optimizer", "loader"])
@@ -56,40 +79,3 @@ def test_what_was_prepared_before_is_refused(accelerator):
     prepared = accelerator.prepare(*parts())
     with pytest.raises(ValueError, match=r"give the optimizer itself"):
         made_private(PrivacyEngine(accountant="rdp"), *prepared)
-
-
-def loop(accelerator, engine) -> list:
-    """The documented loop within `accumulate`; weights before and after it."""
-    network, optimizer, loader = parts()
-    before = [p.detach().clone() for p in network.parameters()]
-    model, optimizer, loader = made_private(engine, network, optimizer, loader)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-    ) as batches:
-        for batch in batches:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-    return [before, [p.detach().clone() for p in network.parameters()]]
-
-
-def accelerator_of(steps: int):
-    return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_accumulate(steps):
-    """Also with one step the whole gradient: `accumulate` adds nothing to it."""
-    engine = PrivacyEngine(accountant="rdp")
-    accelerator = accelerator_of(steps)
-    if steps == 1:
-        before, after = loop(accelerator, engine)
-        assert engine.privacy_statement(1e-5).steps == 3
-        assert all((p != q).any() for p, q in zip(before, after, strict=True))
-        return
-    with pytest.raises(
-        RuntimeError, match=r"gradient_accumulation_steps=2\) divides.*BatchMemoryManager\(data_lo"
-    ):
-        loop(accelerator, engine)
-    assert engine.privacy_statement(1e-5).steps == 0

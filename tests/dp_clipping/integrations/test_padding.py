@@ -40,13 +40,6 @@ def train(kind, collator, tmp_path, **trainer):
         raise
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "t5", *(pytest.param(k, marks=pytest.mark.slow) for k in ("llama", "bert"))]
-)
-def test_a_mask_and_padding_on_the_right(kind, tmp_path):
-    train(kind, collated, tmp_path)
-
-
 @pytest.mark.parametrize("collator", [sorted_by_length, masked_at_random])
 def test_other_orders_and_random_masks(collator, tmp_path):
     train("bert", collator, tmp_path)

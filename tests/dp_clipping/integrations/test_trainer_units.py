@@ -1,11 +1,8 @@
 """A user or a document as the unit of privacy of a Trainer."""
 
-from functools import partial
-
 import pytest
 
 from tests.dp_clipping.integrations.conftest import Compared, trainer_of
-from tests.support.language_models import collated
 from tests.support.turns import in_turn
 
 USERS = [i // 3 if i < 12 else i - 8 for i in range(24)]  # 4 users of 3 samples, 12 of one
@@ -59,24 +56,3 @@ def test_gradients_are_those_of_units(name, mode, tmp_path):
         assert sum(compared.sizes) == 2 * len(compared.seen)
         assert max(compared.sizes) > 6, "or no batch was split"
     assert trainer.privacy_statement().unit == stated
-
-
-def test_microbatches_of_parts_of_units_are_refused(tmp_path):
-    trainer = trainer_of("gpt2", tmp_path, privacy={"examples_per_unit": 3})
-    with pytest.raises(ValueError, match=r"batch_size is 4, .* give 3 or 6"):
-        trainer.train()
-
-
-def sorted_by_length(samples):
-    return collated(sorted(samples, key=lambda sample: len(sample["input_ids"])))
-
-
-def test_a_collator_that_sorts_tears_units_apart(tmp_path):
-    made = partial(
-        trainer_of, "gpt2", per_device_train_batch_size=6, max_steps=4,
-        privacy={"examples_per_unit": 3, "unit_ids": USERS, "sample_rate": 0.3, "steps": 4},
-    )  # fmt: skip
-    refusal = r"\(data_collator of a Trainer\) returns rows in another order.*do not sort them"
-    with pytest.raises(ValueError, match=refusal):
-        made(tmp_path / "sorted", trainer={"data_collator": sorted_by_length}).train()
-    made(tmp_path / "not", trainer={"data_collator": collated}).train()

@@ -67,13 +67,6 @@ def test_what_is_not_covered_is_logged_if_asked_for(tmp_path):
     assert trainer.state.total_flos > 0
 
 
-def test_a_target_is_reached_and_not_spent_twice(tmp_path):
-    trainer = trainer_of("gpt2", tmp_path, privacy={"target_epsilon": 3.0})
-    assert 2.9 < trainer.train().metrics["epsilon"] <= 3.0
-    with pytest.raises(ValueError, match=r"PrivacyArguments\(noise_multiplier=..\)"):
-        trainer.train()
-
-
 # ---- what else a Trainer does --------------------------------------------------------------------
 
 

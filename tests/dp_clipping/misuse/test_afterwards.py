@@ -86,8 +86,8 @@ BEFORE_A_STEP: list[Row] = [
        {"loss_reduction": "mean"}) for wrong in (0, math.nan, "men", None)),
 ]  # fmt: skip
 IN_A_STEP: list[Row] = [
-    ("no number as noise", sets(noise_multiplier=math.nan), "noise_multiplier is",
-     {"noise_multiplier": 1.0}),
+    *((f"noise of {wrong}", sets(noise_multiplier=wrong), "noise_multiplier is",
+       {"noise_multiplier": 1.0}) for wrong in (-1.0, math.nan, math.inf)),
     ("a hook that fails", hooks(fail), "of the user's hook", {"step_hook": None}),
     ("a hook that counts the step again", hooks(count_again),
      "counts every step by itself: remove the hook", {"step_hook": None}),

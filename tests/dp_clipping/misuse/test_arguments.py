@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -129,6 +130,8 @@ LOADERS: list[Row] = [
     (loaded(SAMPLES + 1, drop_last=True), "drop_last=False"),
     (loaded(sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
      r"WeightedRandomSampler.*Subset\(dataset, indices\)"),
+    (loaded(sampler=DistributedSampler(engine.data(), num_replicas=2, rank=0)),
+     "num_replicas 2, and there are 1 data-parallel ranks: give num_replicas=1"),
     *((loaded(**options), f"does not visit each of the {SAMPLES} samples alike") for options in (
         {"batch_sampler": BatchSampler(SequentialSampler(range(12)), 6, False)},
         {"sampler": SubsetRandomSampler([0, 0, *range(22)])},

@@ -2,12 +2,13 @@
 
 import copy
 import os
+import pickle
 import warnings
 
 import pytest
 import torch
 from opacus.accountants import create_accountant
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
@@ -91,7 +92,15 @@ def ordinary_backward(net):
     net(zoo.tokens(2, 6)[0]).sum().backward()
 
 
-AT_ONCE = (CHANGES["clip_grad_norm_"], clipped_value, halved, CHANGES["zeros"])
+NOT_THERE = r"is not there before.*optimizer\.pre_step\(\)|that is not there cannot be saved"
+USES = (Tensor.zero_, Tensor.detach, Tensor.norm, Tensor.sum, Tensor.clone, copy.deepcopy,
+        pickle.dumps, lambda grad: grad.data.mul_(2))  # fmt: skip
+AT_ONCE = (
+    CHANGES["clip_grad_norm_"], clipped_value, halved, CHANGES["zeros"],
+    *(lambda net, use=use: use(next(net.parameters()).grad) for use in USES),
+    *(lambda net, kind=kind: kind(net.parameters()).step()
+      for kind in (torch.optim.SGD, torch.optim.Adam)),
+)  # fmt: skip
 IN_THE_STEP = (
     CHANGES["zero_grad"],
     lambda net: setattr(next(net.parameters()), "grad", None),
@@ -119,9 +128,9 @@ def test_a_gradient_and_a_parameter_changed_under_fsdp2(context):
         with pytest.raises(RuntimeError, match=when):
             run.optimizer.step()
 
+    backward()
     for change in AT_ONCE:
-        backward()
-        with pytest.raises(RuntimeError, match=r"is not there before.*optimizer\.pre_step\(\)"):
+        with pytest.raises(RuntimeError, match=NOT_THERE):
             change(net)
     for change in IN_THE_STEP:
         backward()

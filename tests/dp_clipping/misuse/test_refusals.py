@@ -50,13 +50,6 @@ def set_max_grad_norm(value: object) -> None:
     engine.build().optimizer.max_grad_norm = value
 
 
-def step_with_noise(value: float) -> None:
-    run = engine.build()
-    engine.backward(run, engine.data()[:5])
-    run.optimizer.noise_multiplier = value
-    run.optimizer.step()
-
-
 def set_one_of_two_thresholds() -> None:
     run = engine.build(clipping="per_layer", max_grad_norm=[0.5, 0.5])
     run.optimizer.max_grad_norm = [0.5]
@@ -71,8 +64,6 @@ def change_a_threshold_in_its_list() -> None:
 SETTINGS: list[Row] = [
     *((f"max_grad_norm {value}", lambda value=value: set_max_grad_norm(value), ValueError,
        "max_grad_norm is") for value in (-1.0, 0.0, math.nan, math.inf, [0.5], [])),
-    *((f"noise_multiplier {value}", lambda value=value: step_with_noise(value), ValueError,
-       "noise_multiplier is") for value in (-1.0, math.nan, math.inf)),
     ("one of two thresholds", set_one_of_two_thresholds, ValueError,
      "1 thresholds for 2 clipping groups"),
     ("a threshold in its list", change_a_threshold_in_its_list, ValueError,

@@ -1,11 +1,8 @@
 """Keys: what is derived, what is written, what is refused."""
 
-import os
-import stat
-
 import torch
 
-from dp_clipping.noise.keys import KEY_BYTES, Keys, fixed_keys, fresh_keys, read_keys, write_keys
+from dp_clipping.noise.keys import KEY_BYTES, Keys, fixed_keys, fresh_keys
 
 ONE, OTHER = Keys(bytes(32)), Keys(bytes([1] * 32), fixed=True)
 
@@ -36,31 +33,3 @@ def test_fresh_keys_are_new_and_fixed_ones_are_of_the_seed():
     assert len({first.master, other.master, negative.master}) == 3
     assert first.fixed
     assert not fresh_keys(None, device).fixed
-
-
-def on_ranks(context) -> tuple[bytes, bytes]:
-    mine = torch.Generator().manual_seed(context.rank)
-    return (
-        fresh_keys(context.group, context.device).master,
-        fixed_keys(mine, context.group).master,
-    )
-
-
-def test_ranks_have_those_of_the_first(cpu_ranks):
-    one, other = cpu_ranks.run(2, on_ranks)
-    assert one == other
-    assert one[1] == fixed_keys(torch.Generator().manual_seed(0)).master
-
-
-def test_a_file_holds_what_was_written_and_nobody_else_reads_it(tmp_path):
-    path = tmp_path / "run.key"
-    assert read_keys(path) == []
-    write_keys(path, [ONE, OTHER])
-    assert read_keys(path) == [ONE, OTHER]
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    path.chmod(0o644)
-    write_keys(path, [ONE, OTHER])
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    before = os.stat(path).st_ino
-    write_keys(path, [ONE, OTHER])
-    assert os.stat(path).st_ino == before

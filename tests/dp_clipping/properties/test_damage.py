@@ -54,10 +54,3 @@ def test_a_damaged_file_is_refused_whole_or_loads_as_it_was(saved, way, place, n
         key_path(path).write_bytes(keys)
     assert "\n" not in (said or "")
     assert state(fresh) == (before if said is None else untouched)
-
-
-def test_an_undamaged_one_loads(saved):
-    before, path, *_ = saved
-    fresh = build(seed=1)
-    load(fresh, path)
-    assert state(fresh) == before

@@ -2,13 +2,12 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 
 from tests.support.engine import in_parts, step
-from tests.support.saved_runs import build, load, save, train
+from tests.support.saved_runs import build, load, save, train, trained
 
 SAMPLINGS = [
     {},
@@ -30,23 +29,9 @@ def test_a_loader_that_was_set_back_is_refused(options):
     assert run.optimizer.steps == 4
 
 
-@every_sampling
-def test_a_checkpoint_sets_it_back(options, tmp_path):
-    run = build(**options)
-    train(run, 1)
-    save(run, tmp_path / "run.pt")
-    train(run, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load(run, tmp_path / "run.pt")
-    train(run, 4)
-    assert run.optimizer.steps == 5
-
-
 def test_a_checkpoint_knows_which_batches_were_used(tmp_path):
     """Batches that were looked at in evaluation are not left, and do not come again."""
-    run = build()
-    train(run, 1)
+    run = trained(1)
     run.model.eval()
     batches = iter(run.loader)
     for _ in range(4):
@@ -83,17 +68,3 @@ def test_a_part_of_a_batch_that_was_left_is_refused():
     train(run, 3, microbatch=1)
     assert run.optimizer.steps == 3
     assert run.loader.position == 3
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_iterations_that_are_left_are_none_of_it(num_workers):
-    run = build(workers=num_workers)
-    for _ in range(5):
-        for batch in run.loader:
-            step(run, batch)
-            break
-    run.model.eval()
-    list(run.loader)
-    run.model.train()
-    train(run, 8)
-    assert run.optimizer.steps == 13

@@ -74,17 +74,6 @@ def test_nothing_of_the_sample_is_in_it():
     assert set(dummy.flatten().tolist()) <= {0.0, 1.0}
 
 
-def test_a_dummy_takes_nothing_from_the_users_stream():
-    before = torch.get_rng_state()
-    empty_of(default_collate, (torch.ones(3), 2), dummy=True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_samples_are_the_users_own_business():
-    collate = CollateWithEmpty(default_collate, torch.ones(3), batch_dim=0, dummy=False)
-    assert collate([torch.ones(3), torch.zeros(3)]).shape == (2, 3)
-
-
 def test_a_batch_that_a_user_changes_is_not_the_next_one():
     collate = CollateWithEmpty(lambda s: {"x": torch.ones(len(s), 2)}, 0, batch_dim=0, dummy=False)
     collate([])["x"] = None
@@ -152,15 +141,6 @@ def test_the_samples_may_be_in_the_second_dimension():
     assert x.shape == (5, 4, 3)
     assert x.sum((0, 2)).tolist() == [15.0, 15.0, 0.0, 0.0]
     assert labels.tolist() == [1, 1, 0, 0]
-
-
-def test_no_sample_is_in_a_batch_without_samples():
-    def lists(samples):
-        return {"rows": torch.stack(samples), "names": [7 for _ in samples]}
-
-    found = padded(lists, [torch.full((2,), 3.0)])([])
-    assert not found["rows"].any()
-    assert found["names"] == [0] * 4
 
 
 def test_rows_that_are_no_samples_are_refused():

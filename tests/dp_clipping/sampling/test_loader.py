@@ -47,22 +47,6 @@ class TestLoader:
             assert getattr(loader, name) == getattr(original, name)
         assert loader.collate_fn([(torch.tensor(4),)]).tolist() == [4]
 
-    @pytest.mark.parametrize("world_size", [1, 4])
-    def test_expected_batch_size_without_distributed_sampler(self, world_size):
-        original = DataLoader(numbers(60), batch_size=6)
-        assert expected_batch_size_of(original, world_size) == 6
-
-    @pytest.mark.parametrize("rank", [0, 3])
-    def test_distributed_sampler_counts_the_batch_on_every_rank(self, rank):
-        dataset = numbers(96)
-        order = DistributedSampler(dataset, num_replicas=4, rank=rank)
-        original = DataLoader(dataset, batch_size=6, sampler=order)
-        loader = PoissonLoader(original, key=KEY, rank=rank, world_size=4)
-        assert loader.sample_rate == 1 / 4
-        assert len(loader) == 4
-        assert expected_batch_size_of(original, 4) == 24
-        assert all(i % 4 == rank for batch in drawn(loader) for i in batch)
-
     @pytest.mark.parametrize(("units", "expected"), [(2, 1), (3, 1), (7, 2)])
     def test_units_that_a_dropped_batch_has_count_in_the_one_that_is_left(self, units, expected):
         original = DataLoader(numbers(4 * units), batch_size=12, drop_last=True)
@@ -170,16 +154,6 @@ class TestResume:
         again.load_state_dict(resumed.state_dict())
         assert len(drawn(again)) == 9
 
-    def test_other_ranks_can_take_over(self):
-        loader = poisson()
-        next(iter(loader))
-        whole = drawn(loader)[0]
-        state = {**loader.state_dict(), "position": 1, "epoch_end": 10}
-        ranks = [poisson(rank=r, world_size=2) for r in range(2)]
-        for rank in ranks:
-            rank.load_state_dict(state)
-        assert sorted(joined(drawn(rank)[0] for rank in ranks)) == whole
-
     def test_the_state_is_plain_and_holds_no_key(self):
         state = poisson().state_dict()
         assert all(type(value) in (int, float) for value in state.values())
@@ -260,45 +234,31 @@ class RandomNumbers(Dataset):
 
 
 class Items(Dataset):
-    def __init__(self, sample):
-        self.sample = sample
-
     def __len__(self):
         return 24
 
     def __getitem__(self, index):
-        return self.sample
+        return {"x": torch.full((40,), 7.0), "y": 9}
 
 
-def no_samples(sample, *, collate_fn=None, batch_first=True, workers=0, rand_on_empty=False):
-    """The batches of a loader's empty draws."""
-    original = DataLoader(Items(sample), batch_size=1, collate_fn=collate_fn, num_workers=workers)
-    loader = PoissonLoader(original, key=KEY, batch_first=batch_first, rand_on_empty=rand_on_empty)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rand_on_empty(workers):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    original = DataLoader(Items(), batch_size=1, num_workers=workers)
+    loader = PoissonLoader(original, key=KEY, rand_on_empty=True)
     sizes = [len(share) for (share,) in map(loader.batch_sampler.shares, range(len(loader)))]
     assert 0 in sizes
     assert max(sizes) > 1
-    dummies, empties = [], []
     for size, batch in zip(sizes, loader, strict=True):
-        dummies.append(loader.usage.ticket.is_dummy)
+        assert loader.usage.ticket.is_dummy == (size == 0)
         if size == 0:
-            empties.append(batch)
-    assert dummies == [rand_on_empty and size == 0 for size in sizes]
-    return empties
-
-
-class TestEmptyBatch:
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_rand_on_empty(self, workers):
-        torch.manual_seed(0)
-        before = torch.get_rng_state()
-        sample = {"x": torch.full((40,), 7.0), "y": 9}
-        batch = no_samples(sample, workers=workers, rand_on_empty=True)[0]
-        assert torch.equal(torch.get_rng_state(), before)
-        assert batch["x"].shape == (1, 40)
-        assert set(batch["x"].flatten().tolist()) == {0.0, 1.0}
-        assert batch["x"].dtype == torch.float32
-        assert batch["y"].shape == (1,)
-        assert batch["y"].item() in (0, 1)
+            assert batch["x"].shape == (1, 40)
+            assert set(batch["x"].flatten().tolist()) == {0.0, 1.0}
+            assert batch["x"].dtype == torch.float32
+            assert batch["y"].shape == (1,)
+            assert batch["y"].item() in (0, 1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("change", [list.pop, lambda samples: samples.append(torch.tensor(0))])
@@ -323,22 +283,8 @@ def test_data_of_another_length_are_refused(change, in_parts):
         next(iter(given))
 
 
-def refusal(loader, **options) -> str:
-    with pytest.raises(ValueError) as caught:
-        PoissonLoader(loader, key=KEY, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-class TestRefusedLoaders:
-    def test_distributed_sampler_of_another_world(self):
-        order = DistributedSampler(numbers(8), num_replicas=2, rank=0)
-        message = refusal(DataLoader(numbers(8), sampler=order), world_size=4)
-        assert "num_replicas=4" in message
-
-    @pytest.mark.parametrize("drop_last", [False, True])
-    def test_distributed_sampler_over_an_uneven_data_set(self, drop_last):
-        order = DistributedSampler(numbers(11), num_replicas=2, rank=0, drop_last=drop_last)
-        original = DataLoader(numbers(11), sampler=order)
-        assert PoissonLoader(original, key=KEY, world_size=2).sample_rate > 0
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_distributed_sampler_over_an_uneven_data_set(drop_last):
+    order = DistributedSampler(numbers(11), num_replicas=2, rank=0, drop_last=drop_last)
+    original = DataLoader(numbers(11), sampler=order)
+    assert PoissonLoader(original, key=KEY, world_size=2).sample_rate > 0

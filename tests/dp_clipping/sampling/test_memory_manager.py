@@ -3,7 +3,6 @@
 import copy
 import random
 from contextlib import nullcontext
-from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,10 +24,9 @@ from dp_clipping.sampling.loader import PoissonLoader
 from dp_clipping.sampling.memory_manager import BatchMemoryManager, split
 from dp_clipping.sampling.usage import Ticket
 from tests.support import zoo
-from tests.support.engine import in_parts
+from tests.support.draws import KEY, joined, numbers
+from tests.support.engine import in_parts, step
 from tests.support.replicas import build, parameters, train
-
-KEY = bytes(range(32))
 
 
 class Optimizer:
@@ -47,10 +45,6 @@ class Optimizer:
 
     def leave_microbatches(self, half_way):
         return False
-
-
-def numbers(count: int) -> TensorDataset:
-    return TensorDataset(torch.arange(count))
 
 
 def poisson(count=60, batch_size=12, *, rank=0, world_size=1, rand_on_empty=False, **options):
@@ -79,10 +73,6 @@ def draws_of(loader: DataLoader, max_size: int) -> list[list[list[int]]]:
                 pieces = []
     assert pieces == [], "the last microbatch of all must step"
     return draws
-
-
-def joined(lists) -> list:
-    return list(chain.from_iterable(lists))
 
 
 class TestPoisson:
@@ -377,9 +367,7 @@ class TestPadded:
         with padded(run, 4) as pieces:
             for x, y, _ in pieces:
                 real = pieces.real
-                run.criterion(run.model(x), y).backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                step(run, (x, y))
             assert real == 3
             run.criterion(run.model(x), y).backward()
             assert len(run.model.per_sample_gradient_norms) == 4
@@ -448,9 +436,7 @@ class TestPadded:
         with padded(run, 12) as pieces:
             for x, y, _ in pieces:
                 with Shapes() as shapes:
-                    run.criterion(run.model(x), y).backward()
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                    step(run, (x, y))
                 if pieces.real and run.optimizer.steps > 2:
                     seen.append(shapes.seen)
                     reals.append(pieces.real)
@@ -475,7 +461,9 @@ class TestPadded:
         run = build()
         with padded(run) as pieces:
             x, _, _ = next(iter(pieces))
-            with pytest.raises(ValueError, match="whole batch"):
+            with pytest.raises(
+                ValueError, match=r"forward of 2 samples.* 4 rows.*pad_batches=False"
+            ):
                 run.model(x[:2])
 
 

@@ -1,6 +1,5 @@
 """What the loader hands out is in one sum of one step, once."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -83,13 +82,6 @@ def test_prefetched_batches_are_not_chosen_among_either():
     assert torch.equal(batch, again)
 
 
-def test_nor_among_those_that_the_memory_manager_splits():
-    run = make()
-    with warnings.catch_warnings(action="ignore"), in_parts(run, 1) as loader:
-        pieces = [next(iter(loader))[0] for _ in range(3)]
-    assert all(torch.equal(piece, pieces[0]) for piece in pieces)
-
-
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_nor_in_evaluation(iterations):
     """It may take the first batch of each iteration, or several of one."""
@@ -142,22 +134,6 @@ def test_a_loop_that_trains_in_a_batch_of_evaluation_goes_on():
             step(run, batch)
             run.model.eval()
     assert run.loader.position == run.optimizer.steps == 2 * len(run.loader)
-
-
-def test_a_batch_that_was_left_comes_again_after_an_evaluation_and_a_load():
-    run = make()
-    left = next(iter(run.loader))[0]
-    numbers_of_pass(run)
-    assert torch.equal(next(iter(run.loader))[0], left)
-    run.loader.load_state_dict(run.loader.state_dict())
-    again = next(iter(run.loader))
-    assert torch.equal(again[0], left)
-    step(run, again)
-    run.model.eval()
-    batches = iter(run.loader)
-    next(batches), next(batches)
-    run.model.train()
-    assert not torch.equal(next(iter(run.loader))[0], left), "what was passed over is not used"
 
 
 def test_one_that_was_left_after_its_backward_is_no_batch_of_the_next_iteration():
@@ -329,15 +305,6 @@ def test_steps_on_batches_that_opacus_takes_are_those_of_whole_ones():
     )
 
 
-def test_parts_that_opacus_takes_count_once():
-    run = make(sample_rate=1.0, steps=2)
-    with in_parts(run, 2, OpacusBatchMemoryManager) as loader:
-        batch = next(iter(loader))
-        backward(run, batch)
-        with pytest.raises(RuntimeError, match=TWICE):
-            backward(run, batch)
-
-
 def test_two_batches_that_opacus_takes_are_not_one_step():
     run = make()
     with in_parts(run, 100, OpacusBatchMemoryManager) as loader:
@@ -400,17 +367,6 @@ def test_a_batch_of_another_models_loader_is_refused_by_whose_loader_to_take():
     step(other, first_draw(other)[1])
     with pytest.raises(RuntimeError, match=r"the loader that make_private returned with this mode"):
         step(other, batch)
-
-
-def test_rows_that_are_no_samples():
-    usage = SampleUsage()
-    assert usage.ticket.real_of(5) == 5
-    usage.hand_over(Ticket(3, rows=4))
-    assert usage.ticket.real_of(4) == 3
-    with pytest.raises(ValueError, match=r"forward of 2 samples.* 4 rows.*pad_batches=False"):
-        usage.ticket.real_of(2)
-    usage.end_padding()
-    assert usage.ticket.real_of(5) == 5
 
 
 def test_a_batch_that_was_looked_at_alone_is_the_next_step_s():
