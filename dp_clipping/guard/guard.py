@@ -24,7 +24,6 @@ from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
-from dp_clipping.guard.left import LeftInArguments
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
@@ -84,7 +83,6 @@ class LayoutDiscovery:
         self._forecaster = Forecaster(capture, self._search.observe)
         self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
-        self.left = LeftInArguments(None if sharding is not None else self._plain)
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.

@@ -710,6 +710,6 @@ ROWS = [
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
      "is_same = (not is_whole and states.have_moved) or _are_close(results, outputs)",
      "is_same = True", VMAP_TRIAL, "capacity"),
-    ("arguments may carry from step to step", "guard/left.py",
-     "        self._refuse_read(objects, left, args, kwargs)\n", "", OBJECTS, "carries_from"),
+    ("arguments may carry from step to step", "guard/carried.py",
+     "if noted and not noted.isdisjoint(", "if noted.isdisjoint(", OBJECTS, "carries_from"),
 ]  # fmt: skip
