@@ -294,16 +294,13 @@ class LayerCall:
     """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
     `product_dtype` is the dtype in which a matrix product of the first input would be computed;
-    `has_moved`: some inputs are rows that were picked or sorted by values (`trials.routing`);
-    `routed_before` and `routed_after` are operators that had picked or sorted rows by then.
+    `has_moved`: some of both are rows that were picked or sorted by values (`trials.routing`).
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     product_dtype: torch.dtype | None
     has_moved: bool = False
-    routed_before: frozenset[str] = frozenset()
-    routed_after: frozenset[str] = frozenset()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ A cache of positions, a counter and a tensor kept for inspection are working sta
 average in an attribute, but that is refused: one batch is run after each of two others, and results
 and state must be the same afterwards.
 
-A list or a cache that a loop hands to each forward carries data in the same way (`LeftInArguments`).
+A list or a cache that a loop hands to each forward carries data too (`LeftInArguments`).
 """
 
 import weakref

@@ -285,7 +285,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, self._search.routing)
+            return unfit_modules(capture, few, more)
         except CalledDifferently:
             raise
         except ValueError as error:

@@ -345,6 +345,17 @@ class Objects(Snapshot):
             if not place.is_as(shown):
                 place.put_back(shown)
 
+    def apart(self, args: tuple) -> tuple:
+        """Puts copies without a graph in the place of all tensors.
+
+        Args:
+            args: a root; it is returned with these copies.
+        """
+        kept = [x for x in self.tensors if not is_freed(x)]
+        copies = {id(x): x.detach().requires_grad_(x.requires_grad).clone() for x in kept}
+        self.show(copies)
+        return exchanged(args, copies)
+
     def left_since(self, before: "Objects") -> list[Tensor]:
         """Returns the tensors that were not in these objects before."""
         known = set(map(id, before.tensors))
