@@ -67,7 +67,8 @@ def unfit_modules(capture: CapturedNetwork, few: Arguments, more: Arguments) -> 
         unsettled = [
             handle
             for handle in unsettled
-            if not _learns(handle, small.get(handle, []), large.get(handle, []))
+            if not handle.whole_because
+            and not _learns(handle, small.get(handle, []), large.get(handle, []))
         ]
     for handle in unsettled:
         handle.whole_because = "it has many operators of parameters and tensors without samples"
@@ -282,10 +283,8 @@ class _Trial:
             copies, is_compiled = self._copies(module), self._capture.is_compiled or None
             try:
                 found = tensors_in(every_sample(module, copies, self._size, *given(), is_compiled))
-            except ValueError:
-                raise
             except Exception as error:
-                if is_passed_on(error):
+                if isinstance(error, ValueError) or is_passed_on(error):
                     raise
                 return None
             try:
@@ -382,9 +381,7 @@ def _gradients(
 
 def _learns(handle: LayerState, few: list[list[Noted]], more: list[list[Noted]]) -> bool:
     """Learns the operators of a module's calls; returns whether no other run is needed for it."""
-    known = handle.operations
-    if handle.whole_because or known is None:
-        return True
+    known: Any = handle.operations
     try:
         if len(few) != len(more):
             raise UnknownOperation("it is called more often for some samples than for others")

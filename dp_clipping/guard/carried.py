@@ -26,7 +26,7 @@ from dp_clipping.distributed.dtensor import local
 from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.torch_compat import tensors_in
-from dp_clipping.trials.objects import DEPTH, PLAIN, Change, Objects, is_freed, is_opened
+from dp_clipping.trials.objects import DEPTH, MISSING, PLAIN, Change, Objects, is_freed, is_opened
 from dp_clipping.trials.perturb import Perturbed
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen, Summary
@@ -92,7 +92,8 @@ class Restored:
         """Returns name -> a number that is equal for equal values, of what has changed so far."""
         found: dict[str, int] = {}
         for change in self._mark.replaced():
-            value = change.place.value(change.key)
+            held = change.place.copy()
+            value = held if change.key is None else held.get(change.key, MISSING)
             if not (self._may_keep_logs and isinstance(value, list | deque)):
                 _collect(found, change.name, value, 0)
         for named in map(self._mark.tensors.__getitem__, self._values.changed()):
