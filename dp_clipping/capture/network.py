@@ -25,6 +25,7 @@ from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
     every_module,
+    flush_ready_nodes,
     reusable_backwards,
     tensors_in,
 )
@@ -313,6 +314,17 @@ def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.trial = None
+
+
+def gradients_of(
+    ys: list[Tensor], parameters: list[Parameter], weights: list[Tensor] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Returns gradients of a plain run's outputs; () if it has none, as a step will say."""
+    try:
+        return torch.autograd.grad(ys, parameters, weights, allow_unused=True) if ys else ()
+    except Exception:
+        flush_ready_nodes()
+        return ()
 
 
 @contextmanager

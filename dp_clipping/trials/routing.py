@@ -62,14 +62,14 @@ class Routing(TorchDispatchMode):
         return self._how(x) > 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = [x for x in _tensors_of(args) if _address(x) in self._of_samples]
+        given = [x for x in tensors_in(args) if _address(x) in self._of_samples]
         name = function.overloadpacket.__name__
         may_move = given and (self._moved or name in TAKING or name == "masked_select")
         how = self._how_of_results(name, args, given) if may_move else 0
         result = function(*args, **(kwargs or {}))
         is_made = torch.Tag.dynamic_output_shape in function.tags and name not in TAKING
         if is_made or (given and not name.endswith("_like") and not name.startswith("new_")):
-            for y in (result,) if isinstance(result, Tensor) else _tensors_of((result,)):
+            for y in tensors_in(result):
                 self._mark(y)
                 if how or self._has_places:
                     self._note(y, how, given, name == "view" and y.shape[:1] == (self._rows,))
@@ -139,17 +139,6 @@ class Routing(TorchDispatchMode):
         address = _address(x)
         if address is not None and address not in self._of_samples:
             self._of_samples[address] = WeakStorage(x.untyped_storage())
-
-
-def _tensors_of(given: tuple) -> list[Tensor]:
-    """Returns tensors of arguments or results of an operator, which may be in lists."""
-    found = []
-    for x in given:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif type(x) in (list, tuple):
-            found += [y for y in x if isinstance(y, Tensor)]
-    return found
 
 
 def _is_mask(index: Tensor) -> bool:
