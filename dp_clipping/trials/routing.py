@@ -62,14 +62,14 @@ class Routing(TorchDispatchMode):
         return self._how(x) > 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = [x for x in tensors_in(args) if _address(x) in self._of_samples]
+        given = [x for x in _tensors_of(args) if _address(x) in self._of_samples]
         name = function.overloadpacket.__name__
-        may_move = given and (self._moved or name in TAKING or name == "masked_select")
-        how = self._how_of_results(name, args, given) if may_move else 0
+        may_move = given and (self._moved or name in (*TAKING, "masked_select", "sort"))
+        how = self._how_of_results(name, args, kwargs or {}, given) if may_move else 0
         result = function(*args, **(kwargs or {}))
         is_made = torch.Tag.dynamic_output_shape in function.tags and name not in TAKING
         if is_made or (given and not name.endswith("_like") and not name.startswith("new_")):
-            for y in tensors_in(result):
+            for y in _tensors_of(result):
                 self._mark(y)
                 if how or self._has_places:
                     self._note(y, how, given, name == "view" and y.shape[:1] == (self._rows,))
@@ -99,7 +99,7 @@ class Routing(TorchDispatchMode):
         how = self._moved.get(_address(x), 0) if self._moved else 0
         return 0 if how == PICKED and _place(x) in self._has_places else how
 
-    def _how_of_results(self, name: str, args: tuple, given: list[Tensor]) -> int:
+    def _how_of_results(self, name: str, args: tuple, kwargs: dict, given: list[Tensor]) -> int:
         """Returns what rows of an operator's results are.
 
         Args:
@@ -112,13 +112,16 @@ class Routing(TorchDispatchMode):
             return (0 if before else SORTED) if taken == SORTED else max(before, taken)
         if name == "masked_select":
             return PICKED
+        if name == "sort":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            return SORTED if dim % max(1, x.dim()) == self._batch_of(x) else before
         if name in WRITING:
             return before
         return max(map(self._how, given))
 
     def _taken(self, name: str, x: Tensor, args: tuple) -> int:
         """Returns how an index of samples, or a mask, takes rows out of the batch, if it does."""
-        batch = next((d for d, size in enumerate(x.shape) if size == self._rows), 0)
+        batch = self._batch_of(x)
         if name != "index":
             dim, index = args[1] % max(1, x.dim()), args[2]
             is_rows = dim == batch or (name == "index_select" and self._how(x) > 0)
@@ -135,10 +138,25 @@ class Routing(TorchDispatchMode):
                 found = max(found, PICKED if is_mask else SORTED)
         return found
 
+    def _batch_of(self, x: Tensor) -> int:
+        """Returns the dimension of the samples, or 0, where they may be flattened."""
+        return next((d for d, size in enumerate(x.shape) if size == self._rows), 0)
+
     def _mark(self, x: Tensor) -> None:
         address = _address(x)
         if address is not None and address not in self._of_samples:
             self._of_samples[address] = WeakStorage(x.untyped_storage())
+
+
+def _tensors_of(given: Any) -> list[Tensor]:
+    """Returns tensors of arguments or results of an operator, with those in lists."""
+    found = []
+    for x in given if type(given) in (list, tuple) else (given,):
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) in (list, tuple):
+            found += [y for y in x if isinstance(y, Tensor)]
+    return found
 
 
 def _is_mask(index: Tensor) -> bool:

@@ -24,6 +24,8 @@ CALLS = {
     "masked_select": (lambda x: x.masked_select(x > 1), True),
     "a random mask": (lambda x: x[torch.tensor([True, False])], True),
     "rows that it finds": (lambda x: x[torch.tensor([True, False]).nonzero()[:, 0]], True),
+    "sorted numbers": (lambda x: x.sort(0).values, True),
+    "sorted numbers of each": (lambda x: x.sort(1).values, False),
     "sorted rows": (lambda x: x[x[:, 0].argsort()], True),
     "selected rows": (lambda x: x.index_select(0, x[:, 0].argsort()), True),
     "rows in dimension 1": (lambda x: x.t()[:, x[:, 0].argsort()], True),
