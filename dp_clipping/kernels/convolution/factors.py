@@ -32,7 +32,7 @@ from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ceil_div
 
-LEAST_PROGRAMS = 192  # of a launch, if samples are divided: fewer leave processors idle
+LEAST_PROGRAMS = 132  # of a launch, if samples are divided: fewer leave processors idle
 
 
 class ConvolutionFactors:

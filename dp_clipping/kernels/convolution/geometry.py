@@ -69,6 +69,7 @@ class Target(NamedTuple):
         groups: into which the channels are divided, each a sample of its own.
         width: of a row; behind a group's channels there are zeros.
         grid: where pixels lie, after padding, a stride apart.
+        rows: of a sample's group; None: all places of its pictures.
     """
 
     pictures: int
@@ -77,10 +78,13 @@ class Target(NamedTuple):
     grid: Grid
     padding: tuple[int, int, int] = NONE
     stride: tuple[int, int, int] = ONE
+    rows: int | None = None
 
     def shape(self, pictures: int) -> tuple[int, int, int]:
         """Returns the shape of so many packed pictures."""
-        rows = prod(self.grid.phases) * self.pictures * prod(self.grid.sizes)
+        rows = self.rows
+        if rows is None:
+            rows = prod(self.grid.phases) * self.pictures * prod(self.grid.sizes)
         return pictures // self.pictures * self.groups, rows, self.width
 
 
@@ -107,7 +111,6 @@ class Layout(NamedTuple):
         to_x, to_y: how operands are packed.
         taps: of a run, which is one linear layer: neighbouring rows of x.
         places: where each run starts in a sample's packed x, in elements.
-        rows: of the linear layers, T.
     """
 
     geometry: Geometry
@@ -119,7 +122,6 @@ class Layout(NamedTuple):
     to_y: Target
     taps: int
     places: tuple[int, ...]
-    rows: int
 
     @property
     def values(self) -> int:

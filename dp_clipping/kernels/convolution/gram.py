@@ -69,7 +69,7 @@ def gram_squares(packed: Packed, layout: Layout) -> tuple[Tensor, Tensor]:
         _conv_gram_kernel, (samples,), (x, y, found, kept_table_on(x.device, places)),
         (
             samples, len(places), to_x.pictures, *positions, *to_x.grid.sizes, x.shape[1],
-            to_x.width, to_y.width,
+            y.shape[1], to_x.width, to_y.width,
         ),
         BLOCK=side, DEPTH=DEPTH, CHUNK=CHUNK, LOST=LOST,
         num_warps=8 if side == MOST else 4, num_stages=3,  # with 4, registers do not suffice
@@ -101,13 +101,14 @@ if triton is not None:
 
     @triton.jit(
         do_not_specialize=[
-            "B", "n_taps", "pictures", "Z", "Y", "X", "n_d", "n_h", "n_w", "n_rows_x"
+            "B", "n_taps", "pictures", "Z", "Y", "X", "n_d", "n_h", "n_w", "n_rows_x",
+            "n_rows_y",
         ]
     )  # fmt: skip
     def _conv_gram_kernel(
         p_x, p_y, p_found, p_places, B, n_taps, pictures, Z, Y, X, n_d, n_h, n_w, n_rows_x,
-        n_inputs, n_outputs, BLOCK: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
-        LOST: tl.constexpr,
+        n_rows_y, n_inputs, n_outputs, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+        CHUNK: tl.constexpr, LOST: tl.constexpr,
     ):  # fmt: skip
         i_b = tl.program_id(0).to(tl.int64)
         n_l, n_plane = Z * Y * X, n_d * n_h * n_w
@@ -132,7 +133,7 @@ if triton is not None:
             if ((i + 1) % (CHUNK // DEPTH) == 0) | (i + 1 == n_steps):
                 b_x += b_part
                 b_part = tl.zeros((BLOCK, BLOCK), tl.float32)
-        p_y += i_b * pictures * n_plane * n_outputs
+        p_y += i_b * n_rows_y * n_outputs
         m_diagonal = o_l[:, None] == o_l[None, :]
         b_sums, b_squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         b_part = tl.zeros((BLOCK, BLOCK), tl.float32)

@@ -2,10 +2,11 @@
 
     G_i[:, k] = Σ_r y_i[r] ⊗ x_i[r + place(k)]
 
-r runs over all places of the grid up to the last position. At places that are no position y is
-zero. Taps of one run are neighbouring rows of x, so they are one view, whose rows overlap. All runs
-are one entry of a launch (`pair_of`), with the places where they start. A group of channels is a
-sample of its own there, and of several pictures of a sample one lies behind the other.
+r runs over all places of the grid up to the last position, so y ends there. At places that are no
+position it is zero. Taps of one run are neighbouring rows of x, so they are one view, whose rows
+overlap. All runs are one entry of a launch (`pair_of`), with the places where they start. A group
+of channels is a sample of its own there, and of several pictures of a sample one lies behind the
+other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dp_clipping.kernels.convolution.geometry import (
+    ONE,
     Geometry,
     Grid,
     Layout,
@@ -55,11 +57,13 @@ def layout_of(
     each = ALIGNMENT // itemsize  # so that the bulk copy engine takes rows
     wide_x, wide_y = (ceil_div(n, each) * each for n in (channels, outputs))
     to_x = Target(pictures, groups, wide_x, grid, geometry.padding, geometry.stride)
-    to_y = Target(pictures, groups, wide_y, Grid((1, 1, 1), grid.sizes))
+    to_y = Target(
+        pictures, groups, wide_y, Grid(ONE, grid.sizes), rows=grid.rows(pictures, positions)
+    )
     taps, places = runs_of(geometry, grid, pictures)
     return Layout(
         geometry, folds, positions, inputs, outputs, to_x, to_y, taps,
-        tuple([place * wide_x for place in places]), grid.rows(pictures, positions),
+        tuple([place * wide_x for place in places]),
     )  # fmt: skip
 
 
@@ -74,9 +78,9 @@ def folded(x: Tensor, geometry: Geometry, layout: Layout) -> Tensor:
 def pair_of(packed: Packed, layout: Layout) -> Pair:
     """Returns y [B · groups, T, O] and x [B · groups, T, taps · C], with the places of all runs."""
     x, y, _ = packed
-    shape = x.shape[0], layout.rows, layout.taps * layout.to_x.width
+    shape = x.shape[0], y.shape[1], layout.taps * layout.to_x.width
     strides = x.stride(0), layout.to_x.width, 1
-    return y[:, : layout.rows], x.as_strided(shape, strides), layout.places
+    return y, x.as_strided(shape, strides), layout.places
 
 
 def pairs_of_groups(pair: Pair, layout: Layout) -> list[Pair]:

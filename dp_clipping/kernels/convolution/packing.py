@@ -35,7 +35,7 @@ UNSPECIALIZED = [
     for operand in "xy"
     for name in (
         "H", "W", "pad_d", "pad_h", "pad_w", "stride_d", "stride_h", "stride_w", "phases_d",
-        "phases_h", "phases_w", "n_d", "n_h", "n_w", "pictures",
+        "phases_h", "phases_w", "n_d", "n_h", "n_w", "pictures", "n_rows",
     )
 ]  # fmt: skip
 
@@ -142,7 +142,7 @@ def _work_of(
         )
         numbers += channels, count, *((1, channels) if is_last else (count, 1)), *pixels[1:]
         numbers += *to.padding, *to.stride, *to.grid.phases, *to.grid.sizes, to.pictures
-        numbers += channels // to.groups, to.width
+        numbers += to.shape(pictures)[1], channels // to.groups, to.width
         constants |= {
             f"PLACED_{name}": is_placed, f"GROUPED_{name}": to.groups > 1, f"BLOCK_{name}": block,
         }  # fmt: skip
@@ -174,9 +174,9 @@ if triton is not None:
     def _pack_tile(
         p_x, p_packed, p_largest, i_program, n_channels, n_l, s_channel, s_pixel, H, W, pad_d,
         pad_h, pad_w, stride_d, stride_h, stride_w, phases_d, phases_h, phases_w, n_d, n_h, n_w,
-        pictures, n_own, n_row, PLACED: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr,
-        BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr,
-        EXPONENT: tl.constexpr,
+        pictures, n_rows, n_own, n_row, PLACED: tl.constexpr, GROUPED: tl.constexpr,
+        SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
         """Copies a tile of [C, D, H, W] of one picture to its places."""
         n_tiles_l = tl.cdiv(n_l, BLOCK_L)
@@ -192,11 +192,9 @@ if triton is not None:
         if SCALED:
             b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
         n_plane = n_l
-        n_phases = 1
         o_to = o_l
         if PLACED:
             n_plane = n_d * n_h * n_w
-            n_phases = phases_d * phases_h * phases_w
             i_d, i_h, i_w = o_l // (H * W) + pad_d, o_l // W % H + pad_h, o_l % W + pad_w
             f_d, f_h, f_w = i_d % stride_d, i_h % stride_h, i_w % stride_w
             i_d, i_h, i_w = i_d // stride_d, i_h // stride_h, i_w // stride_w
@@ -204,7 +202,6 @@ if triton is not None:
             m_l &= (i_d < n_d) & (i_h < n_h) & (i_w < n_w)
             i_phase = (f_d * phases_h + f_h) * phases_w + f_w
             o_to = i_phase * pictures * n_plane + (i_d * n_h + i_h) * n_w + i_w
-        n_rows = n_phases * pictures * n_plane
         o_to += i_picture * n_plane
         if GROUPED:
             i_sample = i_b * (n_channels // n_own) + o_c // n_own
@@ -221,10 +218,10 @@ if triton is not None:
         p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, programs_x,
         n_channels_x, n_l_x, s_channel_x, s_pixel_x, H_x, W_x, pad_d_x, pad_h_x, pad_w_x,
         stride_d_x, stride_h_x, stride_w_x, phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x,
-        pictures_x, n_own_x, n_row_x,
+        pictures_x, n_rows_x, n_own_x, n_row_x,
         n_channels_y, n_l_y, s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y,
         stride_d_y, stride_h_y, stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y, n_h_y, n_w_y,
-        pictures_y, n_own_y, n_row_y,
+        pictures_y, n_rows_y, n_own_y, n_row_y,
         SCALED: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
         PLACED_X: tl.constexpr, PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr,
         GROUPED_Y: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -235,8 +232,8 @@ if triton is not None:
             _pack_tile(
                 p_x, p_packed_x, p_largest_x, i_program, n_channels_x, n_l_x, s_channel_x,
                 s_pixel_x, H_x, W_x, pad_d_x, pad_h_x, pad_w_x, stride_d_x, stride_h_x, stride_w_x,
-                phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x, pictures_x, n_own_x,
-                n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST, EXPONENT,
+                phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x, pictures_x, n_rows_x,
+                n_own_x, n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST, EXPONENT,
             )  # fmt: skip
             if SCALED:
                 n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_channels_x, BLOCK_X) * pictures_x
@@ -252,6 +249,6 @@ if triton is not None:
                 p_y, p_packed_y, p_largest_y, i_program - programs_x, n_channels_y, n_l_y,
                 s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y, stride_d_y,
                 stride_h_y, stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y, n_h_y, n_w_y,
-                pictures_y, n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED, BLOCK_L, BLOCK_Y,
-                SMALLEST, EXPONENT,
+                pictures_y, n_rows_y, n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED, BLOCK_L,
+                BLOCK_Y, SMALLEST, EXPONENT,
             )  # fmt: skip

@@ -69,6 +69,7 @@ def test_runs_are_linear_layers(case):
     with patch("dp_clipping.kernels.convolution.packing.launch", placed):
         x = folded(x, geometry, layout) if layout.folds else x
         left, a, places = pair_of(pack(x, y, layout.to_x, layout.to_y), layout)
+    assert left[:, -1].any()  # y ends at the last position
     runs = [a.as_strided(a.shape, a.stride(), a.storage_offset() + place) for place in places]
     found = torch.stack([torch.einsum("btd,btp->bdp", left, run) for run in runs], 1)
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))

@@ -28,7 +28,9 @@ def test_places(place: Place) -> None:
         lambda x: x.mT.contiguous().mT,
     ]
     for to_x in TARGETS:
-        to_y = Target(to_x.pictures, 1, 72, Grid(ONE, (1, 10, 9)))
+        to_y = Target(
+            to_x.pictures, 1, 72, Grid(ONE, (1, 10, 9)), rows=(to_x.pictures - 1) * 90 + 80
+        )
         for of_x, of_y in product(layouts, repeat=2):
             found = pack(of_x(x), of_y(y), to_x, to_y, tf32)
             for one, given, to in zip(found[:2], (x, y), (to_x, to_y), strict=True):
