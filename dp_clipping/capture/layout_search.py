@@ -40,7 +40,7 @@ from dp_clipping.trials.routing import Routing
 
 UNSURE = "unsure"
 MOVED = (
-    "{name} gets or returns rows that were picked or sorted by their values, so which sample a row "
+    "{name} gets rows that were picked or sorted by their values, so which sample a row "
     "is of differs from batch to batch; give the layer [batch, tokens, features] and mask its "
     "output; for mixtures of experts of transformers call "
     'network.set_experts_implementation("batched_mm") before make_private'
@@ -275,7 +275,6 @@ class Search:
             call = calls[handle.name][-1]
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
-            call.has_moved |= handle.learns_outputs and any(map(self.routing.has_moved, outputs))
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
             dims = tuple(x.dim() for x in call.inputs)
             if dims not in handle.layouts:

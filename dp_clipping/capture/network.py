@@ -295,7 +295,7 @@ class LayerCall:
     """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
     `product_dtype` is the dtype in which a matrix product of the first input would be computed;
-    `has_moved`: some of both are rows that were picked or sorted by values (`trials.routing`).
+    `has_moved`: some inputs are rows that were picked or sorted by values (`trials.routing`).
     """
 
     inputs: list[Tensor]

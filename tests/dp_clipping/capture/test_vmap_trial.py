@@ -92,6 +92,12 @@ def rounded(scale: torch.Tensor) -> torch.Tensor:
     return Rounded.apply(scale)
 
 
+def test_fit_where_it_is_called_twice():
+    """Gradients of the second call end where its arguments begin."""
+    block = owner(lambda net, x: net.a(x) * net.scale)[0]
+    assert tried(nn.Sequential(block, nn.Tanh(), block, nn.Linear(3, 2))) == {}
+
+
 def test_gradients_of_tokens_in_the_place_of_samples_are_noticed(monkeypatch):
     def wrong(known, few, more):
         everything = learn(known, few, more)
