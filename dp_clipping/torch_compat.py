@@ -204,26 +204,6 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def next_node_number() -> int:
-    """Returns a number that all later nodes of autograd's graph, but leaves', have at least."""
-    with torch.enable_grad():
-        return torch.zeros((), requires_grad=True).neg().grad_fn._sequence_nr()
-
-
-def nodes_before(number: int, outputs: Iterable[Tensor]) -> list[Any]:
-    """Returns the nodes with lower numbers that later nodes of the outputs' graph end at."""
-    left, found = [y.grad_fn for y in outputs], []
-    seen: set[Any] = {None}
-    while left:
-        node = left.pop()
-        if node not in seen and node._sequence_nr() < number:
-            found.append(node)
-        elif node not in seen:
-            left += [one for one, _ in node.next_functions]
-        seen.add(node)
-    return found
-
-
 def is_passed_on(error: BaseException) -> bool:
     """Returns whether an error says nothing of the code that it is raised in.
 

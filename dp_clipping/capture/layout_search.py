@@ -39,13 +39,11 @@ from dp_clipping.torch_compat import is_in_backward
 from dp_clipping.trials.routing import Routing
 
 UNSURE = "unsure"
-INSTEAD = (
-    "give the layer [batch, tokens, features] and mask its output; for mixtures of experts of "
-    'transformers call network.set_experts_implementation("batched_mm") before make_private'
-)
 MOVED = (
-    "rows that were picked or sorted by their values, so which sample a row is of differs from "
-    f"batch to batch; {INSTEAD}"
+    "{name} gets rows that were picked or sorted by their values, so which sample a row "
+    "is of differs from batch to batch; give the layer [batch, tokens, features] and mask its "
+    "output; for mixtures of experts of transformers call "
+    'network.set_experts_implementation("batched_mm") before make_private'
 )
 NETWORK = "\0"  # no module has this name: the network's outputs
 
@@ -208,12 +206,11 @@ class Search:
         dims = tuple(x.dim() for x in few.inputs)
         runs = (few, more, other)
         if few.has_moved:
-            raise NeedsVmap(handle.name, f"{name} gets {MOVED}")
-        sides = [("input", handle.layouts, few.routed_before, [run.inputs for run in runs])]
+            raise NeedsVmap(handle.name, MOVED.format(name=name))
+        sides = [("input", handle.layouts, [run.inputs for run in runs])]
         if handle.learns_outputs:
-            made = [run.outputs for run in runs]
-            sides.append(("output", handle.output_layouts, few.routed_after, made))
-        for side, known, routed, tensors in sides:
+            sides.append(("output", handle.output_layouts, [run.outputs for run in runs]))
+        for side, known, tensors in sides:
             if len({len(of_run) for of_run in tensors}) > 1:
                 raise CalledDifferently(name)
             try:
@@ -221,11 +218,8 @@ class Search:
                     find_layout(a, b, f"{side} {n} of {name}", c)
                     for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
                 )
-            except ValueError as error:
-                if not self.routing.operators and not isinstance(error, FitsBothOrders):
-                    raise
+            except FitsBothOrders as error:
                 raise NeedsVmap(handle.name, str(error)) from error
-            _refuse_routed(handle.name, name, layouts, routed)
             if known.setdefault(dims, layouts) != layouts:
                 raise NeedsVmap(
                     handle.name,
@@ -269,7 +263,7 @@ class Search:
             dtype = product_dtype(inputs[0]) if inputs else None
             shapes = [_if_flattened(x, batch_size, handle) for x in inputs]
             has_moved = any(map(self.routing.has_moved, inputs))
-            call = LayerCall(shapes, [], dtype, has_moved, frozenset(self.routing.operators))
+            call = LayerCall(shapes, [], dtype, has_moved)
             calls.setdefault(handle.name, []).append(call)
             layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
             return expanded_input(handle, layouts, inputs, batch_size)
@@ -279,7 +273,6 @@ class Search:
             if is_in_backward():
                 return output
             call = calls[handle.name][-1]
-            call.routed_after = frozenset(self.routing.operators)
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
@@ -300,19 +293,6 @@ class Search:
 def _can_be_differentiated(handle: LayerState) -> bool:
     """Returns whether gradients of what a module computes have gradients of their own."""
     return handle.kind == "vectorized" and not handle.children_apart
-
-
-def _refuse_routed(
-    layer: str, name: str, layouts: tuple[Layout, ...], routed: frozenset[str]
-) -> None:
-    """Refuses flattened samples behind rows that were picked by value: they may fit by chance."""
-    if routed and any(x.kind in ("sample_major", "time_major") for x in layouts):
-        raise NeedsVmap(
-            layer,
-            f"{name} gets its samples flattened, in a network that picks or sorts rows by "
-            f"their values ({', '.join(sorted(routed))}): how many rows each sample has "
-            f"there differs from batch to batch; {INSTEAD}",
-        )
 
 
 def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:

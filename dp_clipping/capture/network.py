@@ -25,6 +25,7 @@ from dp_clipping.torch_compat import (
     any_compiled,
     any_size,
     every_module,
+    flush_ready_nodes,
     reusable_backwards,
     tensors_in,
 )
@@ -294,16 +295,13 @@ class LayerCall:
     """Inputs and outputs of one call of a layer; meta tensors where their shapes suffice.
 
     `product_dtype` is the dtype in which a matrix product of the first input would be computed;
-    `has_moved`: some inputs are rows that were picked or sorted by values (`trials.routing`);
-    `routed_before` and `routed_after` are operators that had picked or sorted rows by then.
+    `has_moved`: some inputs are rows that were picked or sorted by values (`trials.routing`).
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     product_dtype: torch.dtype | None
     has_moved: bool = False
-    routed_before: frozenset[str] = frozenset()
-    routed_after: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -316,6 +314,17 @@ def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[Non
     finally:
         for handle in handles:
             handle.trial = None
+
+
+def gradients_of(
+    ys: list[Tensor], parameters: list[Parameter], weights: list[Tensor] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Returns gradients of a plain run's outputs; () if it has none, as a step will say."""
+    try:
+        return torch.autograd.grad(ys, parameters, weights, allow_unused=True) if ys else ()
+    except Exception:
+        flush_ready_nodes()
+        return ()
 
 
 @contextmanager

@@ -13,15 +13,14 @@ is put back.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
-from dp_clipping.capture.samples.batch import map_tensors, refuse_iterators
+from dp_clipping.capture.samples.batch import refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
@@ -34,29 +33,23 @@ from dp_clipping.torch_compat import (
     every_module,
     is_in_backward,
     is_passed_on,
-    next_node_number,
-    nodes_before,
     tensors_in,
 )
 from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
 
-Found = tuple[list[Tensor], dict[str, Tensor | None]]
-"""Holds what a module returns, and a gradient of each parameter; None: it depends on none."""
+Found = tuple[list[Tensor], list[Tensor]]
+"""Holds what a module returns, and a gradient of each parameter."""
 
 MOST = 16  # operators one after another of parameters and tensors that all samples share
 
 
-def unfit_modules(
-    capture: CapturedNetwork, few: Arguments, more: Arguments, routing: Routing
-) -> list[LayerState]:
+def unfit_modules(capture: CapturedNetwork, few: Arguments, more: Arguments) -> list[LayerState]:
     """Returns the modules that must run otherwise than they are captured.
 
     Args:
         few, more: arguments of forwards of `FEW` and of `MORE` samples.
-        routing: of a forward. Where rows are picked by their values, flattened samples may fit by
-            chance.
     """
     found: list[LayerState] = [handle for handle in capture.inner if handle.is_misfit]
     modules: list[Any] = [m for m in capture.network.modules() if "_private" in vars(m)]
@@ -69,12 +62,13 @@ def unfit_modules(
     for _ in range(MOST):
         if not unsettled:
             break
-        small = _Trial(capture, few, FEW).note(routing.moves)
+        small = _Trial(capture, few, FEW).note()
         large = _Trial(capture, more, MORE).note()
         unsettled = [
             handle
             for handle in unsettled
-            if not _learns(handle, small.get(handle, []), large.get(handle, []), routing)
+            if not handle.whole_because
+            and not _learns(handle, small.get(handle, []), large.get(handle, []))
         ]
     for handle in unsettled:
         handle.whole_because = "it has many operators of parameters and tensors without samples"
@@ -116,12 +110,8 @@ class _Trial:
         self._capture, self._arguments, self._size = capture, arguments, size
         self._is_as_in_steps = False  # a module runs, with those in it
 
-    def note(self, moves: bool = False) -> dict[LayerState, list[list[Noted]]]:
-        """Returns the operators that are not known, of each call of each module.
-
-        Args:
-            moves: rows that were picked or sorted by values are looked for.
-        """
+    def note(self) -> dict[LayerState, list[list[Noted]]]:
+        """Returns the operators that are not known, of each call of each module."""
         found: dict[LayerState, list[list[Noted]]] = {}
         routing = Routing(self._arguments, self._size)
 
@@ -133,16 +123,15 @@ class _Trial:
                 return self._plain(module, args, kwargs)
             call = Call(handle.title(module), self._size, known, has_moved=routing.has_moved)
             found.setdefault(handle, []).append(call.noted)
-            before = Objects(module), Objects(args, kwargs, with_values=True)
+            before = Objects(module, args, kwargs, with_values=True)
             try:
                 return on_whole_batch(module, call, self._copies(module), args, kwargs)
             except Exception as error:
                 self._give_up(handle, error)
-            for objects in before:
-                objects.put_back()
+            before.put_back()
             return self._plain(module, args, kwargs)
 
-        with routing if moves else nullcontext():
+        with routing:
             self._run(noted)
         return found
 
@@ -193,8 +182,8 @@ class _Trial:
 
     def _copies(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the parameters that a module captures, expanded to the batch."""
-        own = {name: p.detach() for name, p in _own(module).items()}
-        return {n: p.expand(self._size, *p.shape).requires_grad_() for n, p in own.items()}
+        own = _own(module).items()
+        return {n: p.detach().expand(self._size, *p.shape).requires_grad_() for n, p in own}
 
     def _give_up(self, handle: LayerState, error: Exception) -> None:
         """Notes that a module cannot run on the whole batch."""
@@ -222,38 +211,39 @@ class _Trial:
             or not (is_whole or any(layout.kind == "dimension" for layout in layouts))
         ):
             return self._plain(module, args, kwargs)
-        modules = every_module(self._capture.network)
-        states = RandomStates(modules, self._capture.trigger.device)
         start = Objects(module, args, kwargs)
-        given = partial(map_tensors, Tensor.clone, (args, kwargs))
+        states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
+
+        def given() -> Arguments:
+            start.put_back()
+            states.restore()
+            return start.apart(args), kwargs
+
         self._is_as_in_steps = True
         try:
-            if is_whole:
-                found = self._on_whole_batch(module, layouts, *given())
-            else:
-                found = self._under_vmap(module, layouts, start, given)
+            found = (self._on_whole_batch if is_whole else self._under_vmap)(module, layouts, given)
+            if found is not None:
+                own = _own(module)
+                with replaced(module, _tied(module, own) if is_whole else {}):
+                    outputs = tensors_in(self._plain(module, *given()))
+                    samples = range(self._size) if is_whole else [None]
+                    wanted = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
+                is_random = states.have_moved
         finally:
             self._is_as_in_steps = False
             start.put_back()
             states.restore()
         if found is None:
             return self._plain(module, args, kwargs)
-        own, number = _own(module), next_node_number()
-        with replaced(module, _tied(module, own) if is_whole else {}):
-            plain = self._plain(module, args, kwargs)
-            outputs, samples = tensors_in(plain), range(self._size) if is_whole else [None]
-            with _ending_at(number, outputs):
-                wanted = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
         results, gradients = found
-        is_same = (not is_whole and states.have_moved) or _are_close(results, outputs)
+        is_same = (not is_whole and is_random) or _are_close(results, outputs)
         if is_whole:
-            each = [torch.stack([_or_zeros(one[n], p) for one in wanted]) for n, p in own.items()]
-            together = [_or_zeros(gradients[n], x) for n, x in zip(own, each, strict=True)]
-            if not (is_same and _are_close(together, each)):
+            each = [torch.stack(one) for one in zip(*wanted, strict=True)]
+            if not (is_same and _are_close(gradients, each)):
                 error = UnknownOperation("its results or gradients are not those of each sample")
                 self._give_up(handle, error)
         elif not is_same or any(
-            g is not None and g.any() and gradients[name] is None for name, g in wanted[0].items()
+            g.any() and not one.any() for g, one in zip(wanted[0], gradients, strict=True)
         ):
             raise NeedsVmap(
                 handle.name,
@@ -264,74 +254,49 @@ class _Trial:
                 "that sample alone, and keep what belongs to a parameter by its name, as "
                 'self.gains["scale"]',
             )
-        return plain
+        return self._plain(module, args, kwargs)
 
     def _on_whole_batch(
-        self, module: nn.Module, layouts: tuple[Layout, ...], args: tuple, kwargs: dict
+        self, module: nn.Module, layouts: tuple[Layout, ...], given: Callable[[], Arguments]
     ) -> Found | None:
         """Returns a module's results on the whole batch, and G; None: it cannot run so."""
         handle: LayerState = vars(module)["_private"]
         copies = {n: x.clone().requires_grad_() for n, x in self._copies(module).items()}
         call = Call(handle.title(module), self._size, handle.operations or {})
         try:
-            found = tensors_in(on_whole_batch(module, call, copies, args, kwargs))
-            return _detached(found), _gradients(found, layouts, copies, self._size)
+            found = tensors_in(on_whole_batch(module, call, copies, *given()))
+            return found, _gradients(found, layouts, copies, self._size)
         except Exception as error:
             self._give_up(handle, error)
         return None
 
     def _under_vmap(
-        self, module: nn.Module, layouts: tuple[Layout, ...], start: Objects,
-        given: Callable[[], Arguments],
-    ) -> Found | None:  # fmt: skip
+        self, module: nn.Module, layouts: tuple[Layout, ...], given: Callable[[], Arguments]
+    ) -> Found | None:
         """Returns a module's results under vmap, and G; None: it cannot run, as the step will say.
 
         Args:
-            start: what objects hold before a run.
             given: makes its arguments.
         """
         handle: LayerState = vars(module)["_private"]
         while True:
             copies, is_compiled = self._copies(module), self._capture.is_compiled or None
             try:
-                outputs = every_sample(module, copies, self._size, *given(), is_compiled)
-            except ValueError:
-                raise
+                found = tensors_in(every_sample(module, copies, self._size, *given(), is_compiled))
             except Exception as error:
-                if is_passed_on(error):
+                if isinstance(error, ValueError) or is_passed_on(error):
                     raise
                 return None
-            found = tensors_in(outputs)
             try:
-                return _detached(found), _gradients(found, layouts, copies, self._size)
+                return found, _gradients(found, layouts, copies, self._size)
             except Exception as error:  # what a backward computes again has lost its copies
                 if is_passed_on(error):
                     raise
                 if handle.one_by_one:
-                    return _detached(found), {**copies}
+                    return found, list(map(torch.ones_like, copies.values()))
                 if not may_loop(module):
                     raise recomputed(handle.title(module)) from error
                 handle.one_by_one = reason_of(error)
-            start.put_back()
-
-
-@contextmanager
-def _ending_at(number: int, outputs: list[Tensor]) -> Iterator[None]:
-    """Enters a context in which backwards of outputs end where an earlier part of the graph begins.
-
-    A parameter that is used in several places, or a module that is called twice, has gradients
-    there that are not of this call.
-
-    Args:
-        number: of the first node of autograd's graph that belongs to the call.
-    """
-    nodes = nodes_before(number, outputs)
-    hooks = [node.register_prehook(lambda given: (None,) * len(given)) for node in nodes]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -388,7 +353,7 @@ def _output_layouts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Layou
 def _gradients(
     outputs: list[Tensor], layouts: tuple[Layout, ...], parameters: dict[str, Tensor], size: int,
     sample: int | None = None,
-) -> dict[str, Tensor | None]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     """Returns gradients of parameters for fixed gradients of outputs, or of one sample in these.
 
     Args:
@@ -407,36 +372,20 @@ def _gradients(
             gradient = layout.restore(only)
         ys.append(y)
         given.append(gradient)
-    inputs = {name: x for name, x in parameters.items() if x.requires_grad}
-    found: dict[str, Tensor | None] = dict.fromkeys(parameters)
-    if ys and inputs:
-        own = list(inputs.values())
-        each = torch.autograd.grad(ys, own, given, retain_graph=True, allow_unused=True)
-        found |= dict(zip(inputs, each, strict=True))
-    return found
+    own = list(parameters.values())
+    if not ys:
+        return list(map(torch.zeros_like, own))
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    return list(torch.autograd.grad(ys, own, given, **options))
 
 
-def _detached(tensors: list[Tensor]) -> list[Tensor]:
-    return [x.detach() for x in tensors]
-
-
-def _or_zeros(gradient: Tensor | None, x: Tensor) -> Tensor:
-    return torch.zeros_like(x) if gradient is None else gradient
-
-
-def _learns(
-    handle: LayerState, few: list[list[Noted]], more: list[list[Noted]], routing: Routing
-) -> bool:
+def _learns(handle: LayerState, few: list[list[Noted]], more: list[list[Noted]]) -> bool:
     """Learns the operators of a module's calls; returns whether no other run is needed for it."""
-    known = handle.operations
-    if handle.whole_because or known is None:
-        return True
+    known: Any = handle.operations
     try:
         if len(few) != len(more):
             raise UnknownOperation("it is called more often for some samples than for others")
-        return all(
-            learn(known, *pair, bool(routing.operators)) for pair in zip(few, more, strict=True)
-        )
+        return all(learn(known, *pair) for pair in zip(few, more, strict=True))
     except UnknownOperation as error:
         handle.whole_because = _why(error)
     return True
@@ -445,7 +394,5 @@ def _learns(
 def _are_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
     if [y.shape for y in found] != [y.shape for y in wanted]:
         return False
-    pairs = zip(found, wanted, strict=True)
-    return all(
-        is_close(*[torch.view_as_real(y) if y.is_complex() else y for y in p]) for p in pairs
-    )
+    real = [[torch.view_as_real(y) if y.is_complex() else y for y in ys] for ys in (found, wanted)]
+    return all(map(is_close, *real))

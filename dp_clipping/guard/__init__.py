@@ -8,8 +8,8 @@ shows of the samples that stay. These are the subjects:
     observer              subject: a network, and what each layer in it sees of each sample
     losses                subjects: a criterion, and the graph of its losses
     lengths               subject: a sample with and without its padding
-    carried               subject: state that carries data from one batch to the next
-    left                  subject: objects in arguments, with what earlier forwards left in them
+    carried               subject: state that carries data from one batch to the next, and objects
+                          in arguments that do
     state                 what a network holds at one moment
 
 Collate functions are checked in `sampling`, registered layers in `layers`.

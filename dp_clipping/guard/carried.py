@@ -7,8 +7,11 @@
 A cache of positions, a counter and a tensor kept for inspection are working state. So is a moving
 average in an attribute, but that is refused: one batch is run after each of two others, and results
 and state must be the same afterwards.
+
+A list or a cache that a loop hands to each forward carries data too (`LeftInArguments`).
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +26,7 @@ from dp_clipping.distributed.dtensor import local
 from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.torch_compat import tensors_in
-from dp_clipping.trials.objects import DEPTH, PLAIN, Change, is_freed, is_opened
+from dp_clipping.trials.objects import DEPTH, MISSING, PLAIN, Change, Objects, is_freed, is_opened
 from dp_clipping.trials.perturb import Perturbed
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen, Summary
@@ -89,7 +92,8 @@ class Restored:
         """Returns name -> a number that is equal for equal values, of what has changed so far."""
         found: dict[str, int] = {}
         for change in self._mark.replaced():
-            value = change.place.value(change.key)
+            held = change.place.copy()
+            value = held if change.key is None else held.get(change.key, MISSING)
             if not (self._may_keep_logs and isinstance(value, list | deque)):
                 _collect(found, change.name, value, 0)
         for named in map(self._mark.tensors.__getitem__, self._values.changed()):
@@ -174,6 +178,29 @@ class Carried:
         if mark.changes() and tensors_in((args, kwargs)):
             batch = self.batch_of(args, kwargs)
             self.check(mark, batch, when, samples=batch.size)
+
+
+class LeftInArguments:
+    """Tensors that forwards have left in objects of their arguments."""
+
+    def __init__(self) -> None:
+        self._noted: list[weakref.ref[Tensor]] = []
+
+    def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
+        """Notes what a forward has left, for later ones."""
+        left = Objects(args, kwargs).left_since(before)
+        kept = [x for x in self._noted if x() is not None]
+        self._noted = kept + [weakref.ref(x) for x in left]
+
+    def refuse(self, args: tuple, kwargs: dict) -> None:
+        """Raises ValueError if arguments hold what an earlier forward has left, read or not."""
+        noted = {id(x()) for x in self._noted} - {id(None)}
+        if noted and not noted.isdisjoint(map(id, Objects(args, kwargs).tensors)):
+            raise ValueError(
+                "an argument holds what an earlier forward has left in it, and a gradient that "
+                "depends on that depends on samples of earlier steps: give each forward a new "
+                "object, as model(x, memory=[]) or model(x, past_key_values=DynamicCache())"
+            )
 
 
 class _AfterAnother:

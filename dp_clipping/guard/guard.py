@@ -18,13 +18,12 @@ from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.checks.expansion import refuse_other_results
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
-from dp_clipping.capture.network import CapturedNetwork, plain_run
+from dp_clipping.capture.network import CapturedNetwork, gradients_of, plain_run
 from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterators, tensors_of
 from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
-from dp_clipping.guard.left import LeftInArguments
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
@@ -32,7 +31,7 @@ from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
-from dp_clipping.torch_compat import flush_ready_nodes, tensors_in, tree_map
+from dp_clipping.torch_compat import tensors_in, tree_map
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.schedule import Schedule
 
@@ -84,7 +83,6 @@ class LayoutDiscovery:
         self._forecaster = Forecaster(capture, self._search.observe)
         self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
-        self.left = LeftInArguments(None if sharding is not None else self._plain)
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.
@@ -287,7 +285,7 @@ class LayoutDiscovery:
         try:
             refuse_expansion = partial(refuse_other_results, capture, few)
             self._search.establish(few, more, other, refuse_expansion)
-            return unfit_modules(capture, few, more, self._search.routing)
+            return unfit_modules(capture, few, more)
         except CalledDifferently:
             raise
         except ValueError as error:
@@ -351,14 +349,7 @@ class LayoutDiscovery:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
         with plain_run(self._capture, args, kwargs, keeps_state=True) as outputs:
             ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]
-            return outputs, self._gradients(sum(ends)) if ends else ()
-
-    def _gradients(self, total: Tensor) -> tuple[Tensor | None, ...]:
-        try:
-            return torch.autograd.grad(total, self._capture.parameters, allow_unused=True)
-        except Exception:  # the step's own backward will say so
-            flush_ready_nodes()
-            return ()
+            return outputs, gradients_of(ends, self._capture.parameters)
 
     def _ensure_together(self, batch: Batch) -> None:
         """Finds the samples on all ranks, with a batch of the rank that has the most.

@@ -6,7 +6,7 @@ decides what may change.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -84,20 +84,14 @@ class State:
             only_given: nothing else is.
         """
         objects = Objects(*given, with_values=True)
-        try:
-            with nullcontext() if only_given else self._rewound():
-                yield
-        finally:
-            objects.put_back()
-
-    @contextmanager
-    def _rewound(self) -> Iterator[None]:
-        mark = self.mark()
+        mark = None if only_given else self.mark()
         try:
             yield
         finally:
-            self.changes += mark.replaced()
-            mark.put_back()
+            if mark is not None:
+                self.changes += mark.replaced()
+                mark.put_back()
+            objects.put_back()
 
     def is_harmless(self, change: Change) -> bool:
         return (id(change.place.values), change.key) in self.harmless

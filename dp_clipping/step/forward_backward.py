@@ -18,6 +18,7 @@ from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
+from dp_clipping.guard.carried import LeftInArguments
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.guard.state import Mark
@@ -68,7 +69,7 @@ class ForwardBackward:
         self._establishment = LayoutDiscovery(
             self.capture, context.batch_first, joins_all=context.policy.dense_always
         )
-        self._carried = self._establishment.carried
+        self._carried, self._left = self._establishment.carried, LeftInArguments()
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
@@ -109,14 +110,11 @@ class ForwardBackward:
                 put a normalization in training that was accepted because it was frozen.
             RuntimeError: an earlier step of a sharded network failed half-way.
         """
-        has_objects, left = hold_objects(args, kwargs), self._establishment.left
-        given = packed_in((args, kwargs)) if has_objects else []
+        self._left.refuse(args, kwargs)
+        given = packed_in((args, kwargs)) if hold_objects(args, kwargs) else []
         self._has_packed = bool(given)
-        if not has_objects and not left.noted:
-            return self._forward(module, args, kwargs, sync)
         if not given:
-            with left.without(args, kwargs) as args:
-                return self._forward(module, args, kwargs, sync)
+            return self._forward(module, args, kwargs, sync)
         if self.capture.sharding is not None or self.capture.is_compiled:
             refuse_packed(args, kwargs)
         args, kwargs = opened((args, kwargs), self.context.batch_first)
@@ -160,7 +158,7 @@ class ForwardBackward:
         private_step.lengths = lengths
         output = given.without_rows(output) if private_step.is_empty else output
         if before is not None:
-            self._establishment.left.note(given.args, given.kwargs, before)
+            self._left.note(given.args, given.kwargs, before)
         return output
 
     def _refuse_other_settings(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
 from operator import is_, methodcaller
-from types import MethodType
+from types import MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -96,9 +96,7 @@ class Place:
 
     def keys(self) -> list[Any]:
         """Returns the keys of a dict that count."""
-        if self.skipped:
-            return [key for key in self.values if key not in self.skipped]
-        return list(self.values)
+        return [key for key in self.values if key not in self.skipped]
 
     def copy(self) -> Any:
         if isinstance(self.values, dict):
@@ -147,9 +145,6 @@ class Place:
             if not _is_same(copy.get(key, MISSING), now.get(key, MISSING))
         ]
 
-    def value(self, key: Any) -> Any:
-        return self.copy() if key is None else self.values.get(key, MISSING)
-
     def change(self, key: Any) -> Change:
         name = self.name.rstrip(".") if key is None else f"{self.name}{key}"
         return Change(name.lstrip("."), self.is_model(key), self, key)
@@ -186,9 +181,7 @@ class Places:
     """
 
     def __init__(self, root: Any, with_parameters: bool = True, with_attributes: bool = True):
-        self.dicts: list[Place] = []
-        self.others: list[Place] = []
-        self.tensors: list[Named] = []
+        self.dicts, self.others, self.tensors = list[Place](), list[Place](), list[Named]()
         self._seen: dict[int, Any] = {}
         self._with_parameters, self._with_attributes = with_parameters, with_attributes
         self._visit(root, "", None, None, 0)
@@ -345,6 +338,13 @@ class Objects(Snapshot):
             if not place.is_as(shown):
                 place.put_back(shown)
 
+    def apart(self, args: tuple) -> tuple:
+        """Lays copies without a graph over all tensors; returns a root `args` with these."""
+        kept = [x for x in self.tensors if not is_freed(x)]
+        copies = {id(x): x.detach().requires_grad_(x.requires_grad).clone() for x in kept}
+        self.show(copies)
+        return exchanged(args, copies)
+
     def left_since(self, before: "Objects") -> list[Tensor]:
         """Returns the tensors that were not in these objects before."""
         known = set(map(id, before.tensors))
@@ -355,10 +355,10 @@ def exchanged(value: Any, tensors: dict[int, Tensor]) -> Any:
     """Returns a value with others in the place of tensors with these ids, in tuples too."""
     if isinstance(value, Tensor):
         return tensors.get(id(value), value)
-    if not isinstance(value, tuple) or isinstance(value, torch.Size):
+    if not isinstance(value, tuple):
         return value
     parts = [exchanged(part, tensors) for part in value]
-    if all(new is old for new, old in zip(parts, value, strict=True)):
+    if all(map(is_, parts, value)):
         return value
     return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
 
@@ -382,14 +382,8 @@ def is_opened(kind: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _slots_of(kind: Any) -> tuple[str, ...]:
     """Returns the names of the attributes that objects of a class have in slots."""
-    found = []
-    for one in kind.__mro__ if is_opened(kind) else ():
-        names = vars(one).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                is_private = name.startswith("__") and not name.endswith("__")
-                found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(found)
+    own = [vars(one) for one in kind.__mro__ if is_opened(kind) and "__slots__" in vars(one)]
+    return tuple(n for one in own for n, x in one.items() if isinstance(x, MemberDescriptorType))
 
 
 @lru_cache(maxsize=1024)

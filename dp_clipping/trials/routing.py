@@ -3,8 +3,8 @@
 A layer that is given such rows has samples in other places of other batches, though it may have had
 one row of each, in order, in those that were looked at. So memory is marked as operators run:
 
-    of samples    computed from the arguments
-    picked        rows that a mask of samples has taken out of the batch
+    of samples    computed from the arguments, or as many as some values tell (`nonzero`)
+    picked        rows that a mask has taken out of the batch
     sorted        rows that indices of samples have
 
 Other indices of samples move sorted rows back, as `y[order.argsort()]` does. Picked rows are where
@@ -36,22 +36,18 @@ PICKED, SORTED = 1, 2
 
 
 class Routing(TorchDispatchMode):
-    """Notes operators whose output's shape or order depends on values, as routing to experts.
-
-    Also whether there are operators that make indices of numbers, or take some numbers only.
+    """Notes tensors whose rows values have picked or sorted, as routing to experts does.
 
     Args:
         arguments: of the forward that it is entered for.
         rows: of the batch.
 
     Attributes:
-        operators: names of those that pick or sort rows.
-        checks_values: some make indices of numbers, or take some numbers only.
+        checks_values: some operators make indices of numbers, or take some numbers only.
     """
 
     def __init__(self, arguments: Any = (), rows: int = 0) -> None:
         super().__init__()
-        self.operators: set[str] = set()
         self.checks_values = False
         self._rows = rows
         # Weak references do not keep the memory: its address is not given to another.
@@ -61,37 +57,25 @@ class Routing(TorchDispatchMode):
         for x in tensors_in(arguments):
             self._mark(x)
 
-    @property
-    def moves(self) -> bool:
-        """Returns whether some tensors have rows that were picked or sorted by values."""
-        return bool(self._moved)
-
     def has_moved(self, x: Tensor) -> bool:
         """Returns whether the rows of a tensor are some that were picked or sorted by values."""
         return self._how(x) > 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        aten, packet = torch.ops.aten, function.overloadpacket
-        if function is aten.index.Tensor:
-            found = any(i is not None and _is_mask(i) for i in args[1])
-        else:
-            by_shape = torch.Tag.dynamic_output_shape in function.tags
-            found = by_shape or packet is aten.sort
-        if found:
-            self.operators.add(packet.__name__)
         given = [x for x in _tensors_of(args) if _address(x) in self._of_samples]
-        name = packet.__name__
-        may_move = given and (self._moved or name in TAKING or name == "masked_select")
-        how = self._how_of_results(name, args, given) if may_move else 0
+        name = function.overloadpacket.__name__
+        may_move = given and (self._moved or name in (*TAKING, "masked_select", "sort"))
+        how = self._how_of_results(name, args, kwargs or {}, given) if may_move else 0
         result = function(*args, **(kwargs or {}))
-        if given and not name.endswith("_like") and not name.startswith("new_"):
-            for y in (result,) if isinstance(result, Tensor) else _tensors_of((result,)):
+        is_made = torch.Tag.dynamic_output_shape in function.tags and name not in TAKING
+        if is_made or (given and not name.endswith("_like") and not name.startswith("new_")):
+            for y in _tensors_of(result):
                 self._mark(y)
                 if how or self._has_places:
                     self._note(y, how, given, name == "view" and y.shape[:1] == (self._rows,))
-        if packet.__name__ == "_to_copy" and args[0].is_floating_point():
+        if name == "_to_copy" and args[0].is_floating_point():
             self.checks_values |= not (result.is_floating_point() or result.is_complex())
-        self.checks_values |= packet.__name__ in OF_SOME_NUMBERS
+        self.checks_values |= name in OF_SOME_NUMBERS
         return result
 
     def _note(self, y: Tensor, how: int, given: list[Tensor], is_view: bool) -> None:
@@ -115,7 +99,7 @@ class Routing(TorchDispatchMode):
         how = self._moved.get(_address(x), 0) if self._moved else 0
         return 0 if how == PICKED and _place(x) in self._has_places else how
 
-    def _how_of_results(self, name: str, args: tuple, given: list[Tensor]) -> int:
+    def _how_of_results(self, name: str, args: tuple, kwargs: dict, given: list[Tensor]) -> int:
         """Returns what rows of an operator's results are.
 
         Args:
@@ -128,13 +112,16 @@ class Routing(TorchDispatchMode):
             return (0 if before else SORTED) if taken == SORTED else max(before, taken)
         if name == "masked_select":
             return PICKED
+        if name == "sort":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            return SORTED if dim % max(1, x.dim()) == self._batch_of(x) else before
         if name in WRITING:
             return before
         return max(map(self._how, given))
 
     def _taken(self, name: str, x: Tensor, args: tuple) -> int:
-        """Returns how an index or a mask of samples takes rows out of the batch, if it does."""
-        batch = next((d for d, size in enumerate(x.shape) if size == self._rows), 0)
+        """Returns how an index of samples, or a mask, takes rows out of the batch, if it does."""
+        batch = self._batch_of(x)
         if name != "index":
             dim, index = args[1] % max(1, x.dim()), args[2]
             is_rows = dim == batch or (name == "index_select" and self._how(x) > 0)
@@ -145,11 +132,15 @@ class Routing(TorchDispatchMode):
             is_mask = index is not None and _is_mask(index)
             dims = range(dim, dim + (index.dim() if is_mask else 1))
             dim = dims.stop
-            if index is None or _address(index) not in self._of_samples:
+            if index is None or not (is_mask or _address(index) in self._of_samples):
                 continue
             if batch in dims or is_back or (is_mask and 0 in dims):
                 found = max(found, PICKED if is_mask else SORTED)
         return found
+
+    def _batch_of(self, x: Tensor) -> int:
+        """Returns the dimension of the samples, or 0, where they may be flattened."""
+        return next((d for d, size in enumerate(x.shape) if size == self._rows), 0)
 
     def _mark(self, x: Tensor) -> None:
         address = _address(x)
@@ -157,10 +148,10 @@ class Routing(TorchDispatchMode):
             self._of_samples[address] = WeakStorage(x.untyped_storage())
 
 
-def _tensors_of(given: tuple) -> list[Tensor]:
-    """Returns tensors of arguments or results of an operator, which may be in lists."""
+def _tensors_of(given: Any) -> list[Tensor]:
+    """Returns tensors of arguments or results of an operator, with those in lists."""
     found = []
-    for x in given:
+    for x in given if type(given) in (list, tuple) else (given,):
         if isinstance(x, Tensor):
             found.append(x)
         elif type(x) in (list, tuple):

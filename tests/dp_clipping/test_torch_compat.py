@@ -54,6 +54,15 @@ def test_structures_differ_by_containers_keys_and_lengths():
     assert len(set(structures)) == len(trees)
 
 
+def test_each_module_is_found_once():
+    shared = torch.nn.Linear(2, 2)
+    network = torch.nn.Sequential(shared, torch.nn.Sequential(shared, torch.nn.ReLU()))
+    network.register_module("nothing", None)
+    found = torch_compat.every_module(network)
+    assert len(found) == len(set(found)) == 4
+    assert set(found) == set(network.modules())
+
+
 # ---- tensors and operators -----------------------------------------------------------------------
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
+from dp_clipping.capture.network import Arguments, CapturedNetwork, gradients_of, plain_run
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
 from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
 from dp_clipping.layers.batch_layout import FEW, Layout, NeedsVmap
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, product_dtype
 from dp_clipping.layers.tensor_parallel import local
-from dp_clipping.torch_compat import flush_ready_nodes, is_in_backward
+from dp_clipping.torch_compat import is_in_backward
 from dp_clipping.trials.seen import Summary, differ
 from dp_clipping.trials.tolerances import BESIDE
 
@@ -187,14 +187,8 @@ def _gradients(outputs: list[Tensor], parameters: list[Parameter]) -> list[Summa
     Each element of an output has its own fixed gradient.
     """
     ys = [y for y in outputs if y.requires_grad and y.is_floating_point()]
-    if not ys:
-        return []
     weights = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ys]
-    try:
-        found = torch.autograd.grad(ys, parameters, weights, allow_unused=True)
-    except Exception:  # the step's own backward will say so
-        flush_ready_nodes()
-        return []
+    found = gradients_of(ys, parameters, weights)
     each = [_summary(g.to_dense()[None]) for g in found if g is not None]
     if not each:
         return []

@@ -17,7 +17,7 @@ from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import version_of
-from dp_clipping.trials.seen import Summary, compared
+from dp_clipping.trials.seen import Summary, differ
 from dp_clipping.trials.values import checksum, others
 
 
@@ -68,9 +68,8 @@ class Kept:
             same = [values for k, values in self._arrived.values() if k is kind]
             alike = [values[n].values for values in same if len(values) > n]
             norms = torch.stack([x[:, -1].double() for x in alike if len(x) == rows])
-            change, room = compared([pair], torch.ones(rows, dtype=torch.bool))
             least = tolerance * norms.nan_to_num(0, 0, 0).amax(0)[:, None]
-            if bool((change[0] > torch.maximum(room[0], least)).any()):
+            if any(differ([pair], torch.ones(rows, dtype=torch.bool), [least])):
                 return True
         return False
 

@@ -161,12 +161,10 @@ class Batch:
             change: takes a tensor, and the dimension that counts the samples.
             in_bags: leaf -> the tensor in its place.
         """
-        pairs = zip(self.leaves, self._dims, strict=True)
-        leaves = [x if dim is None else change(x, dim) for x, dim in pairs]
-        for one in self.bags:
-            for n, x in in_bags(one).items():
-                leaves[n] = x
-        return tree_unflatten(leaves, self._structure)
+        others = {n: x for one in self.bags for n, x in in_bags(one).items()}
+        return self.with_leaves(
+            lambda n, x, dim: others.get(n, x) if dim is None else change(x, dim)
+        )
 
     def with_leaves(self, change: Callable[[int, Any, int | None], Any]) -> tuple[tuple, dict]:
         """Returns the arguments with each leaf changed.

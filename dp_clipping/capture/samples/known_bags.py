@@ -29,6 +29,9 @@ NOT_ADDED = (
 )
 
 
+NAMES = "input", "offsets", "per_sample_weights"  # of arguments of nn.EmbeddingBag
+
+
 class KnownBags:
     """The known bags of a network, by the structure of its arguments."""
 
@@ -102,9 +105,8 @@ def _note(
     kwargs: dict,
 ) -> tuple[tuple, dict] | None:
     """Records the bags that a layer is called with; a hook before its forward."""
-    names = ("input", "offsets", "per_sample_weights")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    ids, offsets, weights = (given.get(name) for name in names)
+    given = dict(zip(NAMES, args, strict=False)) | kwargs
+    ids, offsets, weights = tensors = [given.get(one) for one in NAMES]
     if not isinstance(ids, Tensor) or not isinstance(offsets, Tensor) or ids.dim() != 1:
         return None
     handle = vars(module).get("_private")
@@ -112,15 +114,11 @@ def _note(
         kind = type(module).__name__
         raise ValueError(NOT_ADDED.format(name=name, kind=kind, mode=module.mode))
     has_last = bool(module.include_last_offset)
-    places: dict[str, int] = {}
-    for what, x in (("ids", ids), ("offsets", offsets), ("per_sample_weights", weights)):
-        place = None if x is None else place_of(x, leaves)
-        if place is not None:
-            places[what] = place
-        elif x is not None:
+    places: list[Any] = [None if x is None else place_of(x, leaves) for x in tensors]
+    for what, x, place in zip(("ids", *NAMES[1:]), tensors, places, strict=True):
+        if x is not None and place is None:
             raise ValueError(UNMATCHED.format(name=name, what=what))
-    weights_place = places.get("per_sample_weights")
-    found.append(Bags(places["ids"], places["offsets"], weights_place, has_last))
+    found.append(Bags(places[0], places[1], places[2], has_last))
     if not is_empty:
         return None
     size = max(1, len(offsets) - has_last)

@@ -343,13 +343,8 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", "an operator")
 
 
-def learn(
-    known: dict[Key, Operation], few: list[Noted], more: list[Noted], routes: bool = False
-) -> bool:
+def learn(known: dict[Key, Operation], few: list[Noted], more: list[Noted]) -> bool:
     """Adds the operators that calls with `FEW` and with `MORE` samples have in common to `known`.
-
-    Args:
-        routes: rows are picked by their values, so that flattened samples may fit by chance.
 
     Returns False at one of tensors that all samples share: operators behind it are others once
     it is known, since its result has copies then.
@@ -375,9 +370,6 @@ def learn(
             )
         except ValueError as error:
             raise UnknownOperation(str(error)) from error
-        kinds = {layout.kind for layout in (*operation.inputs, *operation.outputs)}
-        if routes and not kinds <= {"shared", "dimension"}:
-            raise UnknownOperation(f"{name} gets flattened samples, some rows of which were picked")
         if known.setdefault(one.key, operation) != operation:
             raise UnknownOperation(f"samples are in other places in other calls of {name}")
         if operation.is_constant:

@@ -293,15 +293,6 @@ def test_evaluation_in_between(mode):
     assert_close(gradients_of(model), expected_sums(plain, batch, 1.0), ROUNDING)
 
 
-def test_evaluation_before_the_first_step():
-    net, batch = tokens_case()
-    plain = copy.deepcopy(net)
-    model = private(net).eval()
-    torch.testing.assert_close(model(batch[0]), plain(batch[0]))
-    assert model(batch[0]).requires_grad
-    assert_step_is_right(model.train(), plain, batch)
-
-
 class Failure:
     """Of a hook in backward, so many calls from now; None: of none."""
 
@@ -474,29 +465,6 @@ def test_a_parameter_used_inside_and_outside_its_module_is_named(mode):
 
 
 # A module among others
-
-
-def test_state_dict_has_the_networks_own_keys():
-    net, batch = tokens_case()
-    plain = copy.deepcopy(net)
-    model = private(net)
-    clipped_sums(model, batch)
-    assert list(net.state_dict()) == list(plain.state_dict())
-    assert list(model.state_dict()) == list(plain.state_dict())
-    model.load_state_dict(model.state_dict())
-    plain.load_state_dict(net.state_dict())
-
-
-def test_forward_does_not_disturb_random_numbers():
-    """Dropout is drawn as the plain network draws it, in the first batch and in later ones."""
-    net = zoo.seeded(lambda: nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 3)))
-    inputs, _ = zoo.numbers(4, 6, 5, out=(6, 3))
-    torch.manual_seed(4)
-    expected = [net(inputs) for _ in range(3)]
-    model = private(net)
-    torch.manual_seed(4)
-    for outputs in expected:
-        torch.testing.assert_close(model(inputs), outputs)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Conv1d(6, 6, 3, padding=1)], ids=str)

@@ -15,7 +15,6 @@ from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.layers.batch_layout import Layout, NeedsVmap
 from dp_clipping.layers.vmap.whole_batch import Operation, learn
 from dp_clipping.torch_compat import transforms_run
-from dp_clipping.trials.routing import Routing
 from tests.dp_clipping.conftest import private
 from tests.support import zoo
 from tests.support.zoo import Net
@@ -31,7 +30,7 @@ def tried(network: nn.Module) -> dict[str, str]:
     capture = Capture(network)
     arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments, lambda: None)
-    found = unfit_modules(capture, *arguments[:2], Routing())
+    found = unfit_modules(capture, *arguments[:2])
     assert all(handle.trial is None for handle in capture.handles)
     return {handle.name: handle.whole_because for handle in found}
 
@@ -93,9 +92,15 @@ def rounded(scale: torch.Tensor) -> torch.Tensor:
     return Rounded.apply(scale)
 
 
+def test_fit_where_it_is_called_twice():
+    """Gradients of the second call end where its arguments begin."""
+    block = owner(lambda net, x: net.a(x) * net.scale)[0]
+    assert tried(nn.Sequential(block, nn.Tanh(), block, nn.Linear(3, 2))) == {}
+
+
 def test_gradients_of_tokens_in_the_place_of_samples_are_noticed(monkeypatch):
-    def wrong(known, few, more, routes):
-        everything = learn(known, few, more, routes)
+    def wrong(known, few, more):
+        everything = learn(known, few, more)
         known |= {
             key: Operation((Layout("dimension", 1),), one.outputs) for key, one in known.items()
         }
@@ -114,7 +119,7 @@ def test_a_limited_capacity_is_refused_under_vmap():
     arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments, lambda: None)
     with pytest.raises(NeedsVmap, match="computes otherwise of one sample"):
-        unfit_modules(capture, *arguments[:2], Routing())
+        unfit_modules(capture, *arguments[:2])
 
 
 def test_what_a_trial_keeps_is_freed():
@@ -136,7 +141,7 @@ def test_nothing_to_try():
     network = nn.Sequential(nn.Linear(3, 2))
     network[0].register_forward_hook(lambda *_: pytest.fail("no forward is needed"))
     capture = Capture(network)
-    assert unfit_modules(capture, *[((torch.randn(n, 3),), {}) for n in (2, 3)], Routing()) == []
+    assert unfit_modules(capture, *[((torch.randn(n, 3),), {}) for n in (2, 3)]) == []
 
 
 class Latents(nn.Module):
@@ -268,5 +273,5 @@ def test_a_plain_call_after_one_that_fails_finds_nothing():
     arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments, lambda: None)
     for _ in range(2):
-        assert unfit_modules(capture, *arguments[:2], Routing()) == []
+        assert unfit_modules(capture, *arguments[:2]) == []
         assert capture.network[1].kept == []

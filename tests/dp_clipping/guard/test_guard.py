@@ -23,33 +23,17 @@ def batch_of(count: int) -> Batch:
     return Batch((torch.randn(count, 3),), {}, True)
 
 
-def test_it_looks_once():
+@pytest.mark.parametrize(
+    ("counts", "looks"),
+    [((4, 4, 3, 5), (1, 1, 1, 1)), ((1, 1, 4, 4, 1), (1, 1, 2, 2, 2))],
+    ids=["once", "again after one sample"],
+)
+def test_how_often_it_looks(counts, looks):
     found, _ = discovery()
     found.look = count_calls(found.look)
-    for count in (4, 4, 3, 5):
+    for count, expected in zip(counts, looks, strict=True):
         found.ensure(batch_of(count))
-    assert found.look.count == 1
-
-
-def test_what_one_sample_gave_is_provisional():
-    found, _ = discovery()
-    found.look = count_calls(found.look)
-    for count, looks in ((1, 1), (1, 1), (4, 2), (4, 2), (1, 2)):
-        found.ensure(batch_of(count))
-        assert found.look.count == looks
-
-
-def test_batches_1_2_4_8_are_checked():
-    found, _ = discovery()
-    checked = [found.ensure(batch_of(4)) is not None for _ in range(9)]
-    assert [n for n, is_checked in enumerate(checked, 1) if is_checked] == [1, 2, 4, 8]
-
-
-def test_skipped_batches_count_as_checked():
-    found, _ = discovery()
-    found.ensure(batch_of(4))
-    found.skip_checks(2)
-    assert [found.ensure(batch_of(4)) is not None for _ in range(2)] == [True, False]
+        assert found.look.count == expected
 
 
 def test_it_looks_again_when_told():
@@ -59,18 +43,6 @@ def test_it_looks_again_when_told():
     found.forget()
     assert found.ensure(batch_of(4)) is not None
     assert found.look.count == 1
-
-
-def test_a_look_leaves_the_network_as_it_was():
-    found, network = discovery()
-    before = [p.clone() for p in network.parameters()]
-    state = torch.get_rng_state()
-    batch = batch_of(4)
-    state = torch.get_rng_state()
-    found.ensure(batch)
-    assert all(map(torch.equal, before, network.parameters()))
-    assert all(p.grad is None for p in network.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ---- modules that run under vmap for the sake of a layer that they call --------------------------

@@ -19,11 +19,6 @@ def check(loss, layout=ROWS, number=0) -> None:
     watched.check_graph(loss(watched.outputs))
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_losses_apart(number):
-    check(lambda y: y.square().sum(1), number=number)
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_outputs_of_one_number_a_sample(number):
     x = outputs()
@@ -37,20 +32,6 @@ def test_outputs_of_no_numbers(number):
     x = torch.zeros(0, 4, 3, requires_grad=True)
     watched = Watched(x.exp(), [Layout("dimension", 1)], number)
     watched.check_graph(watched.outputs.square().sum((0, 2)))
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda y: (y - y.mean(0)).square().sum(1),
-        lambda y: y.sum(1) * y.detach().roll(1, 0).sum(1) + y.roll(1, 0).sum(1),
-        lambda y: (y @ y.T).logsumexp(1),
-    ],
-    ids=["centred", "neighbour", "contrastive"],
-)
-def test_losses_that_see_each_other(loss):
-    with pytest.raises(ValueError, match="the loss of a sample depends on the outputs of other"):
-        check(loss)
 
 
 def test_an_output_of_the_whole_batch():

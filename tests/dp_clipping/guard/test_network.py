@@ -590,29 +590,6 @@ def test_a_frozen_batch_norm_without_statistics_is_refused():
         check_module(nn.Sequential(nn.Linear(5, 5), norm))
 
 
-class Remembering(nn.Module):
-    def __init__(self, in_place):
-        super().__init__()
-        self.layer, self.in_place = nn.Linear(5, 3), in_place
-        self.register_buffer("fixed", torch.tensor([torch.nan, 1.0]))
-        self.register_buffer("seen", torch.zeros(5))
-
-    def forward(self, x):
-        if self.training and self.in_place:
-            self.seen += x.detach().sum(0)
-        elif self.training:
-            self.seen = self.seen + x.detach().sum(0)
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_buffer_that_a_forward_changes_is_refused_by_name(in_place):
-    net = Remembering(in_place)
-    with pytest.raises(ValueError, match="a forward in training changes seen:"):
-        private(net)(torch.ones(4, 5))
-    assert not net.seen.any()
-
-
 def test_a_module_without_a_batching_rule_runs_sample_by_sample():
     class States(nn.GRU):
         def forward(self, x):

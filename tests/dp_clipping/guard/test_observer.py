@@ -53,9 +53,3 @@ def test_errors_of_rounding_change_little():
 
 def test_dropout_is_told():
     assert observed(nn.Sequential(*network(), nn.Dropout(0.5)), torch.randn(3, 3)).is_random
-
-
-def test_nothing_is_left_in_grad():
-    net = network()
-    observed(net, torch.randn(3, 3))
-    assert all(p.grad is None for p in net.parameters())

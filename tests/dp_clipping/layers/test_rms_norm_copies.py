@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import inspect
-import textwrap
 import types
 
 import pytest
@@ -60,15 +58,8 @@ def changed(change=None, /, **members) -> nn.Module:
     return layer
 
 
-def edited(old: str, new: str) -> types.FunctionType:
-    """The forward of `Norm`, of which a part reads otherwise."""
-    source, found = textwrap.dedent(inspect.getsource(Norm.forward)), {}
-    assert source.count(old) == 1
-    exec(source.replace(old, new), {"torch": torch, "Tensor": Tensor}, found)
-    return found["forward"]
-
-
-without_mean = edited("square: Tensor = features", "square = (features - features.mean(-1, True))")
+def without_mean(self, x):
+    return Norm.forward(self, x - x.mean(-1, keepdim=True))
 
 
 @functools.wraps(Norm.forward)
@@ -76,22 +67,9 @@ def wrapped(self, x):
     return 3 * Norm.forward(self, x)
 
 
-def of_another_torch() -> types.FunctionType:
-    """The same code, in a module that calls something else torch."""
-    other = types.SimpleNamespace(
-        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        rsqrt=lambda x: 3 * torch.rsqrt(x),
-    )  # fmt: skip
-    return types.FunctionType(Norm.forward.__code__, {"torch": other})
-
-
 LOOK_ALIKES = {
     "subtracts the mean": lambda: changed(forward=without_mean),
-    "another constant": lambda: changed(forward=edited("pow(2)", "pow(4)")),
-    "another method": lambda: changed(forward=edited(".mean(", ".sum(")),
-    "another variable": lambda: changed(forward=edited("weight * features", "weight * square")),
     "a wrapped forward": lambda: changed(forward=wrapped),
-    "another torch": lambda: changed(forward=of_another_torch()),
     "another epsilon": lambda: changed(
         lambda layer: layer.register_buffer("eps", torch.full((N,), 0.1)),
         variance_epsilon=property(lambda self: self.eps, lambda self, value: None),

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.vmap import whole_batch
-from dp_clipping.layers.vmap.own import UnknownOperation, laid_beside
-from dp_clipping.layers.vmap.whole_batch import Noted, learn
+from dp_clipping.layers.vmap.own import laid_beside
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -389,18 +387,6 @@ def test_copies_are_laid_beside_the_samples(shape, dims, dim, expected):
     assert found.shape == expected
     samples = found.movedim(found.dim() - dims + dim, 0)
     assert [row.unique().tolist() for row in samples] == [[0.0], [1.0], [2.0], [3.0]]
-
-
-def test_flattened_samples_are_not_learned_where_rows_are_picked():
-    runs = [
-        [Noted((0, torch.add, (1, 2)), *[[torch.arange(4.0 * size).view(-1, 2)]] * 2)]
-        for size in (2, 3)
-    ]
-    known = {}
-    assert learn(known, *runs)
-    assert [one.inputs for one in known.values()] == [(Layout("sample_major"),)]
-    with pytest.raises(UnknownOperation, match="picked"):
-        learn({}, *runs, routes=True)
 
 
 def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
