@@ -211,19 +211,18 @@ class _Trial:
             or not (is_whole or any(layout.kind == "dimension" for layout in layouts))
         ):
             return self._plain(module, args, kwargs)
-        start = Objects(module, args, kwargs)
+        start, own = Objects(module, args, kwargs), _own(module)
         states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
 
         def given() -> Arguments:
             start.put_back()
             states.restore()
-            return start.apart(args), kwargs
+            return start.apart(args, own.values()), kwargs
 
         self._is_as_in_steps = True
         try:
             found = (self._on_whole_batch if is_whole else self._under_vmap)(module, layouts, given)
             if found is not None:
-                own = _own(module)
                 with replaced(module, _tied(module, own) if is_whole else {}):
                     outputs = tensors_in(self._plain(module, *given()))
                     samples = range(self._size) if is_whole else [None]

@@ -8,7 +8,7 @@ are not looked for: docs/sharp_edges.md says why.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
@@ -338,9 +338,10 @@ class Objects(Snapshot):
             if not place.is_as(shown):
                 place.put_back(shown)
 
-    def apart(self, args: tuple) -> tuple:
-        """Lays copies without a graph over all tensors; returns a root `args` with these."""
-        kept = [x for x in self.tensors if not is_freed(x)]
+    def apart(self, args: tuple, own: Iterable[Tensor]) -> tuple:
+        """Lays copies without a graph over all tensors but parameters; returns `args` with them."""
+        stay = set(map(id, own))
+        kept = [x for x in self.tensors if id(x) not in stay and not is_freed(x)]
         copies = {id(x): x.detach().requires_grad_(x.requires_grad).clone() for x in kept}
         self.show(copies)
         return exchanged(args, copies)

@@ -323,6 +323,28 @@ def test_a_difference_in_gradients_alone_is_noticed(row):
         private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
 
 
+class Listing(nn.Module):
+    """Reads a parameter from a list, where no copy can take its place."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.w, self.linear, self.run = bare(5), nn.Linear(5, 5), run
+        self.scale = bare(5)
+        self.listed = [self.scale]
+
+    def forward(self, x):
+        return self.run(self, x) * self.listed[0]
+
+
+@pytest.mark.parametrize(
+    "run", [lambda n, x: n.linear(x) * n.w, into_a_row], ids=["whole batch", "vmap"]
+)
+def test_a_parameter_that_is_read_from_a_list_is_refused(run):
+    network = nn.Sequential(nn.Linear(5, 5), Listing(run))
+    with pytest.raises(ValueError, match=r"1 \(Listing\) computes otherwise .*by its name"):
+        private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
+
+
 class Changing(nn.Module):
     """Computes otherwise from some call on, which the network's own clock says."""
 
