@@ -166,6 +166,7 @@ class Settings(Sampled):
         return self.public() | {name: getattr(self, name) for name in COMPARED} | {
             "len(data_loader)": len(self.data_loader),
             "steps": self.rates[1],
+            "unit_ids": self.unit[1].hex(),
             "noise_generator is given": self.noise_generator is not None,
             "adaptive_threshold": adaptive and adaptive.state_dict(),
         }  # fmt: skip

@@ -194,6 +194,14 @@ def test_a_seed_is_given_on_all_ranks_or_none(context: Context) -> None:
         build(context, "ddp", seed=(5, None)[context.rank])
 
 
+@on_ranks(2)
+def test_other_units_on_each_rank_are_refused(context: Context) -> None:
+    """As hash(user) makes them, which differs by process: a user would be drawn on both ranks."""
+    shifted = [(i + context.rank) % 24 // 2 for i in range(24)]
+    with pytest.raises(ValueError, match=r"^ranks differ in unit_ids \(\w+ on rank 0, \w+ on rank"):
+        build(context, "ddp_bucketed", examples_per_unit=2, unit_ids=shifted)
+
+
 # ---- a first step of noise alone -----------------------------------------------------------------
 
 NAN = float("nan")
