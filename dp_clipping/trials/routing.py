@@ -32,6 +32,7 @@ WRITING = (
     "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_", "masked_scatter",
     "masked_scatter_", "scatter_reduce", "scatter_reduce_",
 )  # fmt: skip
+DISTINCT = "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"
 PICKED, SORTED = 1, 2
 
 
@@ -68,6 +69,9 @@ class Routing(TorchDispatchMode):
         how = self._how_of_results(name, args, kwargs or {}, given) if may_move else 0
         result = function(*args, **(kwargs or {}))
         is_made = torch.Tag.dynamic_output_shape in function.tags and name not in TAKING
+        if name in DISTINCT and given:  # behind them are numbers of places, as many as there were
+            self._mark(result[0])
+            self._note(result[0], PICKED, given, False)
         if is_made or (given and not name.endswith("_like") and not name.startswith("new_")):
             for y in _tensors_of(result):
                 self._mark(y)

@@ -29,6 +29,10 @@ CALLS = {
     "sorted rows": (lambda x: x[x[:, 0].argsort()], True),
     "selected rows": (lambda x: x.index_select(0, x[:, 0].argsort()), True),
     "rows in dimension 1": (lambda x: x.t()[:, x[:, 0].argsort()], True),
+    "distinct numbers": (lambda x: x.unique(), True),
+    "distinct rows": (lambda x: x.unique(dim=0), True),
+    "distinct neighbours": (lambda x: x.unique_consecutive(), True),
+    "distinct numbers back": (lambda x: (2 * x.unique())[x.unique(return_inverse=True)[1]], False),
     "a layer of them": (lambda x: torch.cat([x[x[:, 0] > 0]]).tanh()[:, 1:], True),
     "a token of sorted rows": (
         lambda x: x[x[:, 0].argsort()][torch.arange(2), x.argmax(1)], True),
