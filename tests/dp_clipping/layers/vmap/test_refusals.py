@@ -54,6 +54,23 @@ def test_what_needs_numbers_runs_sample_by_sample_and_is_named(name):
     assert re.match(line, table)
 
 
+class LooksUpOnce(nn.Module):
+    """Looks up each token of the batch once."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ids, places = tokens.unique(return_inverse=True)
+        return self.head(self.table(ids)[places].mean(1))
+
+
+def test_tokens_of_the_batch_may_be_looked_up_once():
+    batch = torch.randint(9, (4, 5)), torch.randn(4, 4, dtype=torch.float64)
+    assert_exact(LooksUpOnce().double(), batch)
+
+
 def test_an_error_of_vmap_is_explained():
     error = RuntimeError("vmap: it looks like you're calling .item()\nmore")
     refusal = refusal_of(error, "1", nn.Linear(1, 1))
