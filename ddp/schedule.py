@@ -1,4 +1,4 @@
-"""What is reduced together, and when: a bucket, once it is complete, in one order on every rank.
+"""Launches buckets of gradients: each once it is complete, in one order on every rank.
 
 Collectives match by call order alone. If two ranks launched the same buckets in different orders,
 gradients of different parameters would be summed without any error. So a complete bucket is held

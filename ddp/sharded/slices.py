@@ -1,4 +1,4 @@
-"""What a rank owns of each parameter, and the optimizer's step of it.
+"""Finds what a rank owns of each parameter, and steps it.
 
 Slices are cut without regard to parameters: one may lie on several ranks, and a rank owns at most
 one run of its elements, a `Piece`. Everything that a rank does with its part (step, noise,
@@ -24,7 +24,7 @@ Groups = list[dict[str, Any]]  # of parameters, whose options a schedule changes
 
 @dataclass(eq=False)
 class Piece:
-    """What a rank owns of a parameter: where that is in the flattened parameter, and in `own`.
+    """Says where a rank's elements of a parameter are: in the flattened parameter, and in `own`.
 
     `whole.view(-1)[piece.of_whole]` and `own[piece.of_own]` are views of the same elements.
     """

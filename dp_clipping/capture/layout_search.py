@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dp_clipping.capture.network import CapturedNetwork, LayerCall, plain_run
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
+from dp_clipping.clipping.accumulation import product_dtype
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import (
     FEW,
@@ -31,7 +32,7 @@ from dp_clipping.layers.batch_layout import (
     find_layout,
     rows_unknown,
 )
-from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, product_dtype
+from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.recorder import Joint, Trainable
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.refusals import refuse_transforms

@@ -267,3 +267,24 @@ def _sum_by_pieces(weights: Weights, rows: Tensor) -> Tensor:
     block, factor = weights.block(rows.dtype, pieces)
     total = wide_product(block, rows.view(batch_size * pieces, numel // pieces)).view(-1)
     return total if factor == 1 else total.mul_(factor)
+
+
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of a matrix product of x, as autocast has it."""
+    return autocast_of(x) or x.dtype
+
+
+def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """Returns the operands as autocast would make them for a matrix product."""
+    dtype = autocast_of(x)
+    if dtype is None:
+        return (x, *parameters)
+    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))

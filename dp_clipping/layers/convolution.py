@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import (
     ACCUMULATED,
+    autocast_operands,
     full_float32,
     sum_of_pictures,
 )
@@ -25,7 +26,7 @@ from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.layers import tensor_parallel
-from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
+from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time

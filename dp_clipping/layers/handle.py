@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from dp_clipping.clipping.accumulation import autocast_of
 from dp_clipping.layers.batch_layout import (
     Layout,
     LayoutUnknown,
@@ -116,27 +117,6 @@ def forward_of(kind: str, first_call: Callable[..., Any]) -> Callable[..., Any]:
     # `torch.compile` counts by code how often it compiles anew: each kind has code of its own.
     forward.__code__ = forward.__code__.replace(co_name=f"{kind}_forward")
     return forward
-
-
-def autocast_of(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast gives operands of a matrix product of x; None: their own."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of a matrix product of x, as autocast has it."""
-    return autocast_of(x) or x.dtype
-
-
-def autocast_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Returns the operands as autocast would make them for a matrix product."""
-    dtype = autocast_of(x)
-    if dtype is None:
-        return (x, *parameters)
-    return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
 
 
 class LayerState:

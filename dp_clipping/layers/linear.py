@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import accumulation_dtype, stored_dtype
+from dp_clipping.clipping.accumulation import accumulation_dtype, autocast_operands, stored_dtype
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.launch.tiles import tile_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, autocast_operands, forward_of
+from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.projection import Linear, gradients_of
 from dp_clipping.layers.recorder import CHANGED, FACTOR_SLOTS, GRADIENT_SLOTS
 

@@ -4,7 +4,7 @@ A layer that is given such rows has samples in other places of other batches, th
 one row of each, in order, in those that were looked at. So memory is marked as operators run:
 
     of samples    computed from the arguments, or as many as some values tell (`nonzero`)
-    picked        rows that a mask has taken out of the batch
+    picked        rows that a mask has taken out of the batch, or that are distinct (`unique`)
     sorted        rows that indices of samples have
 
 Other indices of samples move sorted rows back, as `y[order.argsort()]` does. Picked rows are where
@@ -32,7 +32,9 @@ WRITING = (
     "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_", "masked_scatter",
     "masked_scatter_", "scatter_reduce", "scatter_reduce_",
 )  # fmt: skip
-DISTINCT = "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"
+PICKING = (
+    "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+)  # fmt: skip
 PICKED, SORTED = 1, 2
 
 
@@ -65,13 +67,10 @@ class Routing(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = [x for x in _tensors_of(args) if _address(x) in self._of_samples]
         name = function.overloadpacket.__name__
-        may_move = given and (self._moved or name in (*TAKING, "masked_select", "sort"))
+        may_move = given and (self._moved or name in (*TAKING, *PICKING, "sort"))
         how = self._how_of_results(name, args, kwargs or {}, given) if may_move else 0
         result = function(*args, **(kwargs or {}))
         is_made = torch.Tag.dynamic_output_shape in function.tags and name not in TAKING
-        if name in DISTINCT and given:  # behind them are numbers of places, as many as there were
-            self._mark(result[0])
-            self._note(result[0], PICKED, given, False)
         if is_made or (given and not name.endswith("_like") and not name.startswith("new_")):
             for y in _tensors_of(result):
                 self._mark(y)
@@ -114,7 +113,7 @@ class Routing(TorchDispatchMode):
         if name in TAKING and _address(x) in self._of_samples:
             taken = self._taken(name, x, args)
             return (0 if before else SORTED) if taken == SORTED else max(before, taken)
-        if name == "masked_select":
+        if name in PICKING:
             return PICKED
         if name == "sort":
             dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)

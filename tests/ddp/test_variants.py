@@ -1,4 +1,4 @@
-"""What is special to one variant: see also test_collectives.py and test_models.py."""
+"""Tests what one variant has of its own: see also test_collectives.py and test_models.py."""
 
 import torch
 from torch import nn

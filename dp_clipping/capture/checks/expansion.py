@@ -19,9 +19,14 @@ from torch.nn import Parameter
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.network import Arguments, CapturedNetwork, gradients_of, plain_run
 from dp_clipping.capture.samples.batch import map_tensors, tensors_of
-from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
+from dp_clipping.clipping.accumulation import (
+    doubled,
+    full_float32,
+    network_in_float64,
+    product_dtype,
+)
 from dp_clipping.layers.batch_layout import FEW, Layout, NeedsVmap
-from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, product_dtype
+from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.torch_compat import is_in_backward
 from dp_clipping.trials.seen import Summary, differ

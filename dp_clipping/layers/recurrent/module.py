@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from dp_clipping.clipping.accumulation import autocast_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState, autocast_of
+from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of

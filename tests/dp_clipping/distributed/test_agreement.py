@@ -196,7 +196,7 @@ def test_a_seed_is_given_on_all_ranks_or_none(context: Context) -> None:
 
 @on_ranks(2)
 def test_other_units_on_each_rank_are_refused(context: Context) -> None:
-    """As hash(user) makes them, which differs by process: a user would be drawn on both ranks."""
+    """A user would be drawn on both ranks: hash(user) differs by process, for example."""
     shifted = [(i + context.rank) % 24 // 2 for i in range(24)]
     with pytest.raises(ValueError, match=r"^ranks differ in unit_ids \(\w+ on rank 0, \w+ on rank"):
         build(context, "ddp_bucketed", examples_per_unit=2, unit_ids=shifted)

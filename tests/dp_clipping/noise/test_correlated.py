@@ -140,7 +140,7 @@ def test_planned_coefficients_keep_little(bands, epochs, batches, gain):
 @pytest.mark.parametrize(("bands", "batches"), [(2, 20), (8, 20), (100, 9)])
 @pytest.mark.parametrize("steps", [7, 60, 99])
 def test_planned_sensitivity_is_that_of_the_dense_inverse(bands, epochs, batches, steps):
-    """Of every place in the cycle; also of shorter and longer runs than planned."""
+    """Every place in the cycle has it; so have shorter and longer runs than planned."""
     noise = CorrelatedNoise(bands, epochs)
     planned = None if epochs is None else CorrelatedNoise(bands, epochs, batches)
     rest = planned and sum(planned.weights(bands))
