@@ -75,7 +75,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"the wrapped network does not train parameters of shapes {shapes}")
         self._units = [unit for unit in model.units if given.intersection(unit.parameters)]
         self._held = [p for unit in self._units for p in unit.parameters if p in given]
-        # One that is not PyTorch's may count the calls of its step: there is one, then.
+        # An optimizer that is not PyTorch's may count the calls of `step`: it gets one.
         self._parts = in_parts(self._units) if self.cls in ELEMENTWISE else [self._units]
         self._slices = Slices(self._units, self.param_groups, self._make)
         self._show_state()

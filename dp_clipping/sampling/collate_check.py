@@ -268,10 +268,7 @@ class _Check:
         )
         if (
             self.drawn.have_moved  # other numbers were left for the next row
-            or any(
-                {row.sizes for row in rows} != {row.sizes for row in found.get(part, ())}
-                for part, rows in self.whole.items()
-            )
+            or any(_sizes(rows) != _sizes(found.get(n, ())) for n, rows in self.whole.items())
             or before != again
             or len({*map(len, before), *map(len, after)}) > 1
         ):
@@ -396,6 +393,10 @@ def _row(x: Any) -> Row:
         return Row(sizes, None if None in contents else contents)
     is_known = x is None or isinstance(x, PLAIN)
     return Row((), (type(x).__name__, repr(x)) if is_known else None)
+
+
+def _sizes(rows: Iterable[Row]) -> set[tuple]:
+    return {row.sizes for row in rows}
 
 
 def _are_known(rows: Iterable[Row]) -> bool:
