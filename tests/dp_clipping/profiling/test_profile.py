@@ -309,6 +309,7 @@ def test_norms_before_and_after_the_all_reduce(context: Context) -> None:
             training.optimizer.step()
             (step,) = training.model.profile.steps()
             assert "norm_all_reduce" in step["ranges"]
+            assert "reduce_scatter" not in step["ranges"]  # each rank has its own sums
             (norms,) = step["norms"]
             assert norms["before"]["shape"] == norms["after"]["shape"] == [1, SAMPLES]
             parts = torch.tensor(norms["before"]["mean"], dtype=torch.float64)
