@@ -122,6 +122,17 @@ def test_a_limited_capacity_is_refused_under_vmap():
         unfit_modules(capture, *arguments[:2])
 
 
+def test_a_random_module_may_compute_otherwise_under_vmap():
+    """It draws once for the batch, and there once for each sample."""
+    network = nn.Sequential(zoo.Net(lambda net, x: x * net.w * torch.rand(3),
+                                    w=nn.Parameter(torch.ones(3))))  # fmt: skip
+    capture = Capture(network)
+    capture.make_whole(capture.handles)
+    arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
+    Search(capture).establish(*arguments, lambda: None)
+    assert unfit_modules(capture, *arguments[:2]) == []
+
+
 def test_what_a_trial_keeps_is_freed():
     """Also where a node keeps its own output, as that of tanh does."""
     kept = []

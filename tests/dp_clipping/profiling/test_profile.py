@@ -309,7 +309,6 @@ def test_norms_before_and_after_the_all_reduce(context: Context) -> None:
             training.optimizer.step()
             (step,) = training.model.profile.steps()
             assert "norm_all_reduce" in step["ranges"]
-            assert "reduce_scatter" not in step["ranges"]  # each rank has its own sums
             (norms,) = step["norms"]
             assert norms["before"]["shape"] == norms["after"]["shape"] == [1, SAMPLES]
             parts = torch.tensor(norms["before"]["mean"], dtype=torch.float64)
@@ -319,3 +318,17 @@ def test_norms_before_and_after_the_all_reduce(context: Context) -> None:
             assert norms["before"]["mean"] < norms["after"]["mean"]
     finally:
         del os.environ[SWITCH]
+
+
+@on_ranks(2)
+def test_a_trace_has_the_ranges_of_what_crosses_ranks(context: Context) -> None:
+    """With tensor parallel alone each rank has the sums of its parts: nothing is scattered."""
+    built = network()
+    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=(TENSOR,))
+    parallelize(built, mesh)
+    training = Training(built, "bookkeeping")
+    with torch.profiler.profile() as trace:
+        training.step()
+    names = {event.name for event in trace.events()}
+    assert "norm_all_reduce" in names
+    assert "reduce_scatter" not in names

@@ -250,6 +250,7 @@ def test_an_object_that_carries_from_step_to_step_is_refused():
     x, memory = torch.randn(4, 4), []
     model = private(Recalls())
     model(x, memory)
+    model(x, [])
     for again in (memory, memory[:]):
         with pytest.raises(ValueError, match=r"an argument holds what an earlier.*memory=\[\]"):
             model(x, again)
