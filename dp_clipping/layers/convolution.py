@@ -29,6 +29,7 @@ from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
+ONE_TAP = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 KINDS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -174,15 +175,20 @@ class Convolution(torch.autograd.Function):
 
 
 class Factors:
-    """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight]."""
+    """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight].
+
+    With `rounds` kernels may round float32 to 11 bits, as TensorFloat-32 does; else
+    `torch.backends.cudnn.conv` says so.
+    """
 
     held = attrgetter("x", "y")
 
     def __init__(
         self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, geometry: Geometry,
-        transposed: bool,
+        transposed: bool, rounds: bool = False,
     ):  # fmt: skip
         self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
+        self.rounds = rounds
         # Matrix units do not serve so few channels of a group, as in a depthwise convolution.
         self.is_narrow = shape[0] * shape[1] <= NARROW * geometry.groups
         while x.dim() < 5:
@@ -215,3 +221,12 @@ class Factors:
             ]
         whole = found[0] if len(found) == 1 else torch.cat(found)
         return whole.view(self.batch_size, *self.shape)
+
+
+def rounded_product(left: Tensor, right: Tensor) -> Factors:
+    """Returns the factors of G_i = left_iᵀ right_i of [B, T, d] and [B, T, p] in float32, rounded.
+
+    It is a convolution of one tap over T positions.
+    """
+    shape = torch.Size((left.shape[2], right.shape[2]))
+    return Factors(right.mT, left.mT, shape, len(left), ONE_TAP, transposed=False, rounds=True)

@@ -41,6 +41,7 @@ class Site:
         settings: what they follow from, as `reads` reads it of the module.
         records: the trainable ones of weight and bias.
         planned: the weight, if the step plans what becomes of its factors.
+        is_recurrent: it is of a recurrent layer, whose precision of float32 PyTorch sets apart.
         run: the function, without PyTorch's look at each argument.
     """
 
@@ -55,6 +56,7 @@ class Site:
     reads: Callable[[Any], Any] | None = None
     records: tuple[Trainable, ...] = ()
     planned: Trainable | None = None
+    is_recurrent: bool = False
     run: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,9 @@ Backward leaves the output gradients y and the inputs a to the private step, whi
 sums of G_i = Σ_t y_it a_itᵀ and of Σ_t y_it from them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +14,7 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import wide_product
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, Site
 from dp_clipping.layers.recorder import LINEAR
 
 
@@ -35,6 +38,22 @@ def gradients_of(left: Tensor, right: Tensor) -> Tensor:
     return multiply(left.mT, right)
 
 
+def precision_of(site: Site) -> str:
+    """Returns the precision in which PyTorch multiplies float32 on a GPU: "ieee" or "tf32"."""
+    backend: Any = torch.backends.cudnn.rnn if site.is_recurrent else torch.backends.cuda.matmul
+    return backend.fp32_precision
+
+
+def _as_recurrent(site: Site, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
+    """Returns a product in the precision of recurrent layers."""
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, precision_of(site)
+    try:
+        return multiply(*operands)
+    finally:
+        matmul.fp32_precision = before
+
+
 class Linear(torch.autograd.Function):
     """Runs `F.linear`; its backward leaves inputs and output gradients, and computes no G."""
 
@@ -50,6 +69,8 @@ class Linear(torch.autograd.Function):
             private_step.plans.calls.append((site.planned, x.shape, x.dtype, weight.shape[0]))
         ctx.to_save = x, weight  # what `save_for_backward` sets, which is a function in Python
         # No view, as it can be with a bias: autograd refuses changes of it in place.
+        if site.is_recurrent:
+            return _as_recurrent(site, F.linear, x, weight, bias).data
         return F.linear(x, weight, bias).data
 
     @staticmethod
@@ -58,7 +79,9 @@ class Linear(torch.autograd.Function):
         site, private_step, _ = ctx.rest
         if type(gy) is not Tensor or torch.is_grad_enabled():
             gy = tensor_parallel.arrived(gy)
-        gx = gy @ weight if ctx.needs_input_grad[0] else None  # before a shard of it may be freed
+        gx = None
+        if ctx.needs_input_grad[0]:  # before a shard of the weight may be freed
+            gx = _as_recurrent(site, torch.matmul, gy, weight) if site.is_recurrent else gy @ weight
         if site.records:
             private_step.take(LINEAR, site.records, (gy, x, site), (gy, x))
         return gx, None, None, None, None, None

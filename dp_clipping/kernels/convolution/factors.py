@@ -60,7 +60,7 @@ class ConvolutionFactors:
         self.shape, self._geometry, self.batch_size = use.shape, use.geometry, use.batch_size
         cudnn: Any = torch.backends.cudnn
         wide = use.x.dtype == torch.float32
-        self._tf32 = wide and cudnn.conv.fp32_precision == "tf32"
+        self._tf32 = wide and (use.rounds or cudnn.conv.fp32_precision == "tf32")
         self.dtype = torch.float16 if self._tf32 else use.x.dtype
         self.layout, self.samples = _plan_of(
             use.x.shape, use.y.shape, self.dtype, self.batch_size, use.geometry, most

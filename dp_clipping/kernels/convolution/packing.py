@@ -8,6 +8,7 @@ below 2⁻³⁸ of that becomes zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -47,32 +48,32 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
         x, y: [N, C, D, H, W] and [N, O, ..] in float32, bfloat16 or float16.
     """
     is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
-    last_x, last_y = x.movedim(1, -1), y.movedim(1, -1)
-    are_last = last_x.is_contiguous(), last_y.is_contiguous()
-    work = _work_of(x.shape, y.shape, *are_last, is_scaled, to_x, to_y)
+    work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y)
     shapes, keeps = work.shapes, work.keeps
     if all(keeps):
-        return tuple.__new__(Packed, (last_x.view(shapes[0]), last_y.view(shapes[1]), None))
+        x, y = x.movedim(1, -1), y.movedim(1, -1)
+        return tuple.__new__(Packed, (x.view(shapes[0]), y.view(shapes[1]), None))
     scale = None
     norms: tuple[Any, Any] = (None, None)
     if is_scaled:
-        samples = x.shape[0] // to_x.pictures
-        largest, rows = torch.linalg.vector_norm, (samples, -1)
+        samples, largest = (x.shape[0] // to_x.pictures, -1), torch.linalg.vector_norm
+        dims = (1, 2, 3, 4, 5)
         norms = (
-            largest((last_x if are_last[0] else x).reshape(rows), torch.inf, dim=1),
-            largest((last_y if are_last[1] else y).reshape(rows), torch.inf, dim=1),
+            largest(x.unflatten(0, samples), torch.inf, dims),
+            largest(y.unflatten(0, samples), torch.inf, dims),
         )  # fmt: skip
-        scale = norms[0].new_empty(samples)
+        scale = norms[0].new_empty(samples[0])
     new = x.new_zeros if work.fills else x.new_empty  # for both at once
     memory = new(work.size, dtype=torch.float16 if is_scaled else x.dtype)
     results = (
-        last_x.view(shapes[0]) if keeps[0] else memory.as_strided(shapes[0], work.strides[0]),
-        last_y.view(shapes[1]) if keeps[1]
+        x.movedim(1, -1).view(shapes[0]) if keeps[0]
+        else memory.as_strided(shapes[0], work.strides[0]),
+        y.movedim(1, -1).view(shapes[1]) if keeps[1]
         else memory.as_strided(shapes[1], work.strides[1], work.start),
     )  # fmt: skip
-    x = x if are_last[0] else x.contiguous()
-    y = y if are_last[1] else y.contiguous()
     if work.programs:
+        x = x.contiguous() if work.copies[0] else x
+        y = y.contiguous() if work.copies[1] else y
         launch(
             _pack_kernel, (work.programs,), (x, y, *results, *norms, scale), work.numbers,
             SCALED=is_scaled, **work.constants, num_warps=4,
@@ -100,6 +101,7 @@ class _Work(NamedTuple):
         start: of the second of them.
         size: of that memory, in elements.
         keeps: of each operand, whether it already lies so.
+        copies: whether it is copied first, since its pixels are not at equal distances.
         fills: whether zeros are between what is written.
     """
 
@@ -108,50 +110,71 @@ class _Work(NamedTuple):
     start: int
     size: int
     keeps: tuple[bool, bool]
+    copies: tuple[bool, bool]
     fills: bool
     programs: int
     numbers: tuple[int, ...]
     constants: dict[str, Any]
 
 
+def _distance(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Returns how far a pixel is from the next one in memory; None: not all are equally far."""
+    distance, count = 1, 1
+    for size, stride in reversed(list(zip(sizes, strides, strict=True))):
+        if size == 1:
+            continue
+        if count == 1:
+            distance = stride
+        elif stride != distance * count:
+            return None
+        count *= size
+    return distance
+
+
+def _lie_at(sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Returns whether the strides are the wanted ones, where there is more than one element."""
+    return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))
+
+
 @lru_cache(maxsize=1024)
 def _work_of(
-    x: torch.Size, y: torch.Size, x_is_last: bool, y_is_last: bool, is_scaled: bool, to_x: Target,
-    to_y: Target,
+    x: torch.Size, y: torch.Size, strides_x: tuple[int, ...], strides_y: tuple[int, ...],
+    is_scaled: bool, to_x: Target, to_y: Target,
 ) -> _Work:  # fmt: skip
-    """Returns the work on operands of such shapes.
-
-    Args:
-        x_is_last, y_is_last: whether their channels are the last in memory, or the second.
-    """
-    keeps, fills, counts = [], [], []
+    """Returns the work on operands of such shapes and strides."""
+    keeps, copies, fills, counts = [], [], [], []
     numbers: list[int] = []
     constants: dict[str, Any] = dict(SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK)
-    for name, (pictures, channels, *pixels), is_last, to in (
-        ("X", x, x_is_last, to_x), ("Y", y, y_is_last, to_y),
+    for name, (pictures, channels, *pixels), strides, to in (
+        ("X", x, strides_x, to_x), ("Y", y, strides_y, to_y),
     ):  # fmt: skip
         count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
         # With padding and a stride the grid may have the sizes of the pixels, and other places.
         is_moved = (*pixels,) != to.grid.sizes or prod(to.grid.phases) > 1
         is_placed = is_moved or any(to.padding)
         is_padded = to.groups * to.width != channels
+        pixel = _distance(pixels, strides[2:])
+        copies.append(pixel is None)
+        places = (channels * count, count, 1) if pixel is None else (*strides[:2], pixel)
+        is_last = _lie_at((pictures, channels, count), places, (channels * count, 1, channels))
         keeps.append(is_last and not (is_scaled or is_placed or is_padded or to.groups > 1))
         fills.append(is_placed or is_padded)
         counts.append(
             0 if keeps[-1] else pictures * ceil_div(count, BLOCK) * ceil_div(channels, block)
         )
-        numbers += channels, count, *((1, channels) if is_last else (count, 1)), *pixels[1:]
+        numbers += channels, count, *places, *pixels[1:]
         numbers += *to.padding, *to.stride, *to.grid.phases, *to.grid.sizes, to.pictures
         numbers += to.shape(pictures)[1], channels // to.groups, to.width
         constants |= {
             f"PLACED_{name}": is_placed, f"GROUPED_{name}": to.groups > 1, f"BLOCK_{name}": block,
         }  # fmt: skip
     shapes = to_x.shape(x[0]), to_y.shape(y[0])
-    strides = [(rows * width, width, 1) for _, rows, width in shapes]
+    rows = [(count * width, width, 1) for _, count, width in shapes]
     sizes = [0 if keep else prod(shape) for keep, shape in zip(keeps, shapes, strict=True)]
     start = ceil_div(sizes[0], ALIGNMENT) * ALIGNMENT
     return _Work(
-        shapes, (strides[0], strides[1]), start, start + sizes[1], (keeps[0], keeps[1]),
+        shapes, (rows[0], rows[1]), start, start + sizes[1], (keeps[0], keeps[1]),
+        (copies[0], copies[1]),
         any(fill and not keep for fill, keep in zip(fills, keeps, strict=True)), sum(counts),
         (counts[0], *numbers), constants,
     )  # fmt: skip
@@ -172,9 +195,9 @@ if triton is not None:
 
     @triton.jit
     def _pack_tile(
-        p_x, p_packed, p_largest, i_program, n_channels, n_l, s_channel, s_pixel, H, W, pad_d,
-        pad_h, pad_w, stride_d, stride_h, stride_w, phases_d, phases_h, phases_w, n_d, n_h, n_w,
-        pictures, n_rows, n_own, n_row, PLACED: tl.constexpr, GROUPED: tl.constexpr,
+        p_x, p_packed, p_largest, i_program, n_channels, n_l, s_picture, s_channel, s_pixel, H, W,
+        pad_d, pad_h, pad_w, stride_d, stride_h, stride_w, phases_d, phases_h, phases_w, n_d, n_h,
+        n_w, pictures, n_rows, n_own, n_row, PLACED: tl.constexpr, GROUPED: tl.constexpr,
         SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
         SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
@@ -187,7 +210,7 @@ if triton is not None:
         o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
         o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
         m_l, m_c = o_l < n_l, o_c < n_channels
-        p_x += i_n * n_channels * n_l + o_c[:, None] * s_channel + o_l[None, :] * s_pixel
+        p_x += i_n * s_picture + o_c[:, None] * s_channel + o_l[None, :].to(tl.int64) * s_pixel
         b_x = tl.load(p_x, mask=m_c[:, None] & m_l[None, :], other=0)
         if SCALED:
             b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
@@ -216,13 +239,12 @@ if triton is not None:
     @triton.jit(do_not_specialize=["programs_x", *UNSPECIALIZED])
     def _pack_kernel(
         p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, programs_x,
-        n_channels_x, n_l_x, s_channel_x, s_pixel_x, H_x, W_x, pad_d_x, pad_h_x, pad_w_x,
-        stride_d_x, stride_h_x, stride_w_x, phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x,
-        pictures_x, n_rows_x, n_own_x, n_row_x,
-        n_channels_y, n_l_y, s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y,
-        stride_d_y, stride_h_y, stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y, n_h_y, n_w_y,
-        pictures_y, n_rows_y, n_own_y, n_row_y,
-        SCALED: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
+        n_channels_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, H_x, W_x, pad_d_x, pad_h_x,
+        pad_w_x, stride_d_x, stride_h_x, stride_w_x, phases_d_x, phases_h_x, phases_w_x, n_d_x,
+        n_h_x, n_w_x, pictures_x, n_rows_x, n_own_x, n_row_x, n_channels_y, n_l_y, s_picture_y,
+        s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y, stride_d_y, stride_h_y,
+        stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y, n_h_y, n_w_y, pictures_y, n_rows_y,
+        n_own_y, n_row_y, SCALED: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
         PLACED_X: tl.constexpr, PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr,
         GROUPED_Y: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr,
         BLOCK_Y: tl.constexpr,
@@ -230,10 +252,11 @@ if triton is not None:
         i_program = tl.program_id(0)
         if i_program < programs_x:
             _pack_tile(
-                p_x, p_packed_x, p_largest_x, i_program, n_channels_x, n_l_x, s_channel_x,
-                s_pixel_x, H_x, W_x, pad_d_x, pad_h_x, pad_w_x, stride_d_x, stride_h_x, stride_w_x,
-                phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x, pictures_x, n_rows_x,
-                n_own_x, n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST, EXPONENT,
+                p_x, p_packed_x, p_largest_x, i_program, n_channels_x, n_l_x, s_picture_x,
+                s_channel_x, s_pixel_x, H_x, W_x, pad_d_x, pad_h_x, pad_w_x, stride_d_x, stride_h_x,
+                stride_w_x, phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x, pictures_x,
+                n_rows_x, n_own_x, n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST,
+                EXPONENT,
             )  # fmt: skip
             if SCALED:
                 n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_channels_x, BLOCK_X) * pictures_x
@@ -247,8 +270,8 @@ if triton is not None:
         else:
             _pack_tile(
                 p_y, p_packed_y, p_largest_y, i_program - programs_x, n_channels_y, n_l_y,
-                s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y, stride_d_y,
-                stride_h_y, stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y, n_h_y, n_w_y,
-                pictures_y, n_rows_y, n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED, BLOCK_L,
-                BLOCK_Y, SMALLEST, EXPONENT,
+                s_picture_y, s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y,
+                stride_d_y, stride_h_y, stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y,
+                n_h_y, n_w_y, pictures_y, n_rows_y, n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED,
+                BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
             )  # fmt: skip

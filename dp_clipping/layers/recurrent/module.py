@@ -121,12 +121,14 @@ def _layers_anew(
         for direction in ("", "_reverse")[: 2 if self.bidirectional else 1]:
             names = [f"{kind}_l{number}{direction}" for kind in KINDS]
             tensor_parallel.refuse_distributed(handle, *[getattr(self, n, None) for n in names])
-            parts.append(Part(
-                names,
+            sites = (
                 handle.site(Linear, tokens, sequences, (names[0], names[1])),
                 handle.site(Enter, tokens, sequences, (names[2], names[3])),
                 handle.site(Enter, tokens, sequences, (names[4], "")),
-            ))  # fmt: skip
+            )  # fmt: skip
+            for site in sites:
+                site.is_recurrent = True
+            parts.append(Part(names, *sites))
         layers.append(Layer(mode, parts))
     return layers
 

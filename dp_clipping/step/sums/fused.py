@@ -38,6 +38,7 @@ from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
 from dp_clipping.layers import convolution
 from dp_clipping.layers.embedding.factors import TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens
+from dp_clipping.layers.projection import precision_of
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
@@ -114,6 +115,11 @@ class Fused(Work):
                 if how.weight is not None:
                     pair = (a, y) if how.transposed else (y, a)
                     choice = choices.get(how.weight) or self.plans.choice_of(how.weight, pair)
+                    if how.weight in self.plans.roundable and precision_of(how) == "tf32":
+                        use = convolution.rounded_product(*pair)
+                        factors.append(Left(FACTORS, (how.weight,), use, (y, a), left.versions))
+                        del use, pair, y, a
+                        continue
                     algorithm = choice.algorithm
                     if choice.recomputed:
                         self.recomputed.append(how.weight)
@@ -350,7 +356,10 @@ class Fused(Work):
             if left.kind is LINEAR:
                 y, a, how = left.value
                 y, a = how.tokens(y, a, self.batch_size)
-                add(how.weight, (a, y) if how.transposed else (y, a), left)
+                pair: Any = (a, y) if how.transposed else (y, a)
+                if how.weight in self.plans.roundable and precision_of(how) == "tf32":
+                    pair = ConvolutionFactors(convolution.rounded_product(*pair))
+                add(how.weight, pair, left)
                 if how.bias is not None and how.bias not in self.taken:
                     add(how.bias, y.sum(1, dtype=torch.float32), left)
             elif left.kind is DENSE:

@@ -1,0 +1,127 @@
+"""Products of float32 on kernels, where PyTorch may multiply them in TensorFloat-32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.kernels.convolution.factors import ConvolutionFactors
+from dp_clipping.step.sums import layer_plans
+from tests.dp_clipping.conftest import clipped_sums, private
+from tests.dp_clipping.ops.records import cancelling
+from tests.support import zoo
+from tests.support.kernel_cases import on_gpu
+
+SAMPLES, TOKENS, INPUTS, OUTPUTS = 5, 12, 24, 20
+BATCH_FIRST = {"linear": True, "transposed": True, "lstm": True, "lstm_time_first": False}
+MODES = ("flash_bookkeeping", "flash")
+
+
+class Tokens(nn.Module):
+    """Takes [samples, tokens, inputs] and returns the layer's outputs likewise."""
+
+    def __init__(self, layer: nn.Module, batch_first: bool = True):
+        super().__init__()
+        self.layer, self.batch_first = layer, batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x if self.batch_first else x.transpose(0, 1))
+        y = y[0] if isinstance(y, tuple) else y
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+def build(name: str) -> nn.Module:
+    if name == "linear":
+        return Tokens(nn.Linear(INPUTS, OUTPUTS))
+    if name == "transposed":
+        return Tokens(Conv1D(OUTPUTS, INPUTS))
+    batch_first = BATCH_FIRST[name]
+    return Tokens(nn.LSTM(INPUTS, OUTPUTS, batch_first=batch_first), batch_first)
+
+
+@contextmanager
+def allowed(precision: str) -> Iterator[None]:
+    """Sets the precision of products of float32, of which all are taken to be large."""
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = precision
+    try:
+        with patch.object(layer_plans, "LEAST_ROUNDED", 0):
+            yield
+    finally:
+        for backend, one in zip(backends, before, strict=True):
+            backend.fp32_precision = one
+
+
+def batch_on(device: str) -> oracle.Batch:
+    x, y = torch.randn(SAMPLES, TOKENS, INPUTS), torch.randn(SAMPLES, TOKENS, OUTPUTS)
+    return x.to(device), y.to(device)
+
+
+def check_sums(name: str, mode: str, device: str) -> None:
+    """Sums are those of float32 but for rounding, and bit by bit where nothing may be rounded."""
+    model = private(zoo.seeded(lambda: build(name)).to(device), mode)
+    model.skip_checks()
+    batch = batch_on(device)
+    with allowed("ieee"), full_float32(layers=True):
+        exact = clipped_sums(model, batch)
+        again = clipped_sums(model, batch)
+    for one in exact:
+        assert torch.equal(again[one], exact[one])
+    packed = []
+    pack = ConvolutionFactors.pack
+
+    def watched(self: ConvolutionFactors) -> object:
+        packed.append(self.shape)
+        return pack(self)
+
+    with allowed("tf32"), patch.object(ConvolutionFactors, "pack", watched):
+        found = clipped_sums(model, batch)
+    weights = [p.shape for p in model.network.parameters() if p.dim() == 2]
+    assert set(packed) == set(weights)
+    for one, total in exact.items():
+        assert (found[one] - total).abs().max() <= 4e-3 * total.abs().max()
+
+
+def check_bound(name: str, mode: str, device: str) -> None:
+    """A sample adds at most C in the arithmetic that is used, also where its tokens cancel."""
+    x, y = cancelling(batch_on(device), 1, torch.float32)
+
+    def norm(i: int, max_grad_norm: float) -> float:
+        model = private(zoo.seeded(lambda: build(name)).to(device), mode, max_grad_norm)
+        model.skip_checks()
+        sums = clipped_sums(model, (x[i : i + 1], y[i : i + 1]))
+        return sum(g.double().square().sum() for g in sums.values()).sqrt().item()
+
+    with allowed("tf32"):
+        for i in range(SAMPLES):
+            limit = max(0.3 * norm(i, 1e9), 1e-6)
+            found = norm(i, limit)
+            assert found <= limit * (1 + 1e-6)
+            assert i > 0 or found >= limit * (1 - 1e-4)  # its tokens do not cancel
+
+
+every_case = pytest.mark.parametrize(
+    ("name", "mode"), [(name, MODES[n % 2]) for n, name in enumerate(BATCH_FIRST)]
+)
+
+
+@every_case
+@pytest.mark.parametrize("check", [check_sums, check_bound])
+def test_rounded_products(interpreter, check, name, mode):
+    interpreter.run(check, name, mode, "cpu")
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BATCH_FIRST)
+@pytest.mark.parametrize("check", [check_sums, check_bound])
+def test_rounded_products_on_gpu(check, name, mode):
+    check(name, mode, "cuda")
