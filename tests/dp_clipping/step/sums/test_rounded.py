@@ -87,7 +87,7 @@ def check_sums(name: str, mode: str, device: str) -> None:
 
 def check_bound(name: str, mode: str, device: str) -> None:
     """A sample adds at most C in the arithmetic that is used, also where its tokens cancel."""
-    x, y = cancelling(batch_on(device), 1, torch.float32)
+    x, y = (t.to(device) for t in cancelling(batch_on("cpu"), 1, torch.float32))
 
     def norm(i: int, max_grad_norm: float) -> float:
         model = private(zoo.seeded(lambda: build(name)).to(device), mode, max_grad_norm)
