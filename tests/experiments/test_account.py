@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -144,8 +145,14 @@ def test_recurrent_layers_and_attention_are_products():
     u = 2 * 5 * (16 * 3 + 16 * 4)
     assert found[NORMS] == near(0, u)
     assert found[SUMS] == near(u, u)
-    fast = Ceilings({HALF: 1e3, TF32: 4e3, SINGLE: 1e3}, 1e30)
+    fast = Ceilings({HALF: 8e3, TF32: 4e3, SINGLE: 1e3}, 1e30)
     assert floors_of(lstm, (packed,), 2, {}, fast)[0][SUMS] == near(u / 4, u)
+    with patch.object(floors, "LEAST_ROUNDED", 0):  # packed in 16 bit, like a convolution
+        found = floors_of(lstm, (packed,), 2, {}, fast)[0]
+        moved = floors_of(lstm, (packed,), 2, {}, MEMORY)[0][LAYOUTS]
+    assert (found[NORMS], found[SUMS]) == (near(0, u / 8), near(u / 4, u / 8))
+    factors = 5 * (16 + 3 + 16 + 4)
+    assert moved == near(0, 2 * 4 * factors + 2 * factors)
     attention, x = nn.MultiheadAttention(4, 2, bias=False, batch_first=True), torch.randn(2, 3, 4)
     found = floors_of(attention, (x, x, x), 2, {}, PRODUCTS)[0]
     assert found[SUMS].ordinary == pytest.approx(2 * 6 * (48 + 16))

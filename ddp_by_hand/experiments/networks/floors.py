@@ -16,9 +16,9 @@ float32.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +32,14 @@ from dp_clipping.kernels.convolution.geometry import NARROW, Geometry
 from dp_clipping.kernels.convolution.layout import layout_of
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
+from dp_clipping.step.sums.layer_plans import LEAST_ROUNDED
 from dp_clipping.torch_compat import tree_leaves
 
 HALF, TF32, SINGLE = "bfloat16", "tf32", "float32"
 SIDE = 8192  # of the matrices whose product is timed
 COPIED = 1 << 30  # bytes
 ROUNDS = 5
-WIDE = 4  # bytes of an element in float32
+WIDE, PACKED = 4, 2  # bytes of an element in float32, and of packed operands
 (NORMS, SUMS, LAYOUTS, KEPT, NORM_LAYERS, EMBEDDINGS, VECTORS, COEFFICIENTS, NOISE) = PARTS = (
     "products: norms", "products: sums", "convolutions: layouts", "sums of kept gradients",
     "norm layers", "embeddings", "biases and small norms", "coefficients", "noise",
@@ -204,7 +205,8 @@ def _linear(call: Call, algorithms: Mapping[str, str], ceilings: Ceilings) -> Ro
     | `width` | B·T·(T + 1)·(p + d), F | u, F + 4·d·p |
     | `input_length` | u, F; none, F if T = 1 | u, F + 4·d·p |
 
-    `width` is half of two Gram matrices. An ordinary recurrent layer multiplies in TF32.
+    `width` is half of two Gram matrices. An ordinary recurrent layer multiplies in TF32; large ones
+    of its weights are packed in the private step, like a convolution of one tap.
     """
     B, s = call.samples, call.itemsize
     tokens = prod(call.given[:-1]) / B
@@ -219,6 +221,12 @@ def _linear(call: Call, algorithms: Mapping[str, str], ceilings: Ceilings) -> Ro
         u, factors = 2 * B * tokens * values, B * tokens * features * s
         algorithm = algorithms.get(f"{call.name}.{name}".lstrip("."), ACCUMULATE)
         alone = ceilings.ms(factors + values * s, u, ordinary)
+        if ordinary == TF32 and tokens > 1 and tokens * values >= LEAST_ROUNDED:
+            packed = factors / s * PACKED
+            yield LAYOUTS, 0.0, ceilings.ms(2 * factors + packed)
+            x, y = (B, weight.shape[1], tokens), (B, weight.shape[0], tokens)
+            yield from _packed(x, y, 1, 1, values, packed, WIDE, alone, ceilings)
+            continue
         kept = B * values * s
         if algorithm == INSTANTIATE:
             yield NORMS, 0.0, ceilings.ms(factors + kept, u, precision)
@@ -257,7 +265,7 @@ def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
         return
     is_narrow = weight.shape[0] * weight.shape[1] <= NARROW * layer.groups
     u = 2 * B * L * weight.numel()
-    packed = s if is_narrow else 2
+    packed = s if is_narrow else PACKED
     scales = (X + Y) * s if packed < s else 0
     laid_out = ceilings.ms((X + Y) * 2 * s)
     repacked = ceilings.ms((X + Y) * (s + packed) + scales)
@@ -266,23 +274,44 @@ def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
     precision = TF32 if s == WIDE else HALF
     alone = ceilings.ms((X + Y) * s + values * s, u, SINGLE if is_narrow else precision)
     size = WIDE if is_narrow or s == WIDE else stored_dtype(weight.dtype).itemsize
-    kept = B * values * size
-    if is_narrow or kept <= operands:
-        work = SINGLE if is_narrow else HALF
-        yield NORMS, 0.0, ceilings.ms(operands + kept, u, work)
+    if is_narrow:
+        kept = B * values * size
+        yield NORMS, 0.0, ceilings.ms(operands + kept, u, SINGLE)
         yield SUMS, alone, 0.0
         yield KEPT, 0.0, ceilings.ms(kept + values * WIDE)
-    else:
-        geometry = Geometry((taps, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), layer.groups)
-        sizes = torch.Size((B, x[1], L + taps - 1, 1, 1)), torch.Size((B, y[1], L, 1, 1))
-        if gram.pays(layout_of(*sizes, packed, 1, geometry), packed):
-            norms = 2 * B * L**2 * (taps * x[1] + y[1])
-        else:
-            norms = u
-        yield NORMS, 0.0, ceilings.ms(operands, norms)
-        yield SUMS, alone, ceilings.ms(operands + values * WIDE, u)
-    if is_narrow:
         yield VECTORS, 0.0, ceilings.ms(kept)
+        return
+    channels = (B, x[1], L), (B, y[1], L)
+    yield from _packed(*channels, taps, layer.groups, values, operands, size, alone, ceilings)
+
+
+def _packed(
+    x: Sequence[float], y: Sequence[float], taps: int, groups: int, values: int, operands: float,
+    size: int, alone: float, ceilings: Ceilings,
+) -> Rows:  # fmt: skip
+    """Norms and sums of a weight of so many values whose operands are packed in 16 bit.
+
+    Args:
+        x, y: samples, channels and positions of inputs and outputs.
+        operands: bytes of both, packed.
+        size: bytes of a value of G.
+        alone: milliseconds of the sum without privacy.
+    """
+    B, _, positions = y
+    L, u, kept = ceil(positions), 2 * B * positions * values, B * values * size
+    if kept <= operands:
+        yield NORMS, 0.0, ceilings.ms(operands + kept, u)
+        yield SUMS, alone, 0.0
+        yield KEPT, 0.0, ceilings.ms(kept + values * WIDE)
+        return
+    geometry = Geometry((taps, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), groups)
+    sizes = torch.Size((B, x[1], L + taps - 1, 1, 1)), torch.Size((B, y[1], L, 1, 1))
+    if gram.pays(layout_of(*sizes, PACKED, 1, geometry), PACKED):
+        norms = 2 * B * L**2 * (taps * x[1] + y[1])
+    else:
+        norms = u
+    yield NORMS, 0.0, ceilings.ms(operands, norms)
+    yield SUMS, alone, ceilings.ms(operands + values * WIDE, u)
 
 
 def _norm_layer(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
