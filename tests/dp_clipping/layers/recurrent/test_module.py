@@ -183,3 +183,28 @@ def test_dropout_between_layers():
     outputs = model(x)
     assert layer.dropout == 0.5
     assert not torch.allclose(outputs, model(x))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_inputs_are_multiplied_in_the_precision_of_recurrent_layers(precision, monkeypatch):
+    """On a GPU, where PyTorch multiplies other layers' inputs in another one by default."""
+    net = zoo.Net(
+        lambda net, x: net.b(net.a(x)[0]), a=nn.LSTM(P, H, batch_first=True), b=nn.Linear(H, 3)
+    )
+    model, seen = private(net, "bookkeeping"), {}
+    matmul, rnn_of_cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+
+    def linear(x, weight, bias=None, compute=nn.functional.linear):
+        seen[weight.shape] = matmul.fp32_precision
+        return compute(x, weight, bias)
+
+    before = rnn_of_cudnn.fp32_precision
+    try:
+        rnn_of_cudnn.fp32_precision = precision
+        model.skip_checks()
+        monkeypatch.setattr(nn.functional, "linear", linear)
+        clipped_sums(model, (torch.randn(3, T, P), torch.randn(3, T, 3)))
+    finally:
+        rnn_of_cudnn.fp32_precision = before
+    assert seen == {(4 * H, P): precision, (3, H): "ieee"}
+    assert matmul.fp32_precision == "ieee"

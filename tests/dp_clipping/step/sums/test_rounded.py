@@ -46,10 +46,10 @@ def build(name: str) -> nn.Module:
 
 
 @contextmanager
-def rounding() -> Iterator[None]:
-    """Allows TensorFloat-32 for all layers; all products are taken to be large."""
+def rounding(precision: str = "high") -> Iterator[None]:
+    """Allows TensorFloat-32, by default for all layers; all products are taken to be large."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # recurrent layers may use it by default
+    torch.set_float32_matmul_precision(precision)  # recurrent layers may use it in any case
     try:
         with patch.object(layer_plans, "LEAST_ROUNDED", 0):
             yield
@@ -81,6 +81,10 @@ def check_sums(name: str, mode: str, device: str) -> None:
         found = clipped_sums(model, batch)
     weights = [p.shape for p in model.network.parameters() if p.dim() == 2]
     assert set(packed) == set(weights)
+    with rounding("highest"), patch.object(ConvolutionFactors, "pack", watched):
+        packed.clear()
+        clipped_sums(model, batch)
+    assert bool(packed) == name.startswith("lstm")
     for one, total in exact.items():
         assert (found[one] - total).abs().max() <= 4e-3 * total.abs().max()
 
