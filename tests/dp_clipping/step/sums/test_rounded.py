@@ -46,15 +46,28 @@ def build(name: str) -> nn.Module:
 
 
 @contextmanager
-def rounding(precision: str = "high") -> Iterator[None]:
-    """Allows TensorFloat-32, by default for all layers; all products are taken to be large."""
+def rounding(precision: str = "high", least: int = 0) -> Iterator[None]:
+    """Allows TensorFloat-32, by default for all layers and for products of any size."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)  # recurrent layers may use it in any case
     try:
-        with patch.object(layer_plans, "LEAST_ROUNDED", 0):
+        with patch.object(layer_plans, "LEAST_ROUNDED", least):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def watched() -> Iterator[set[torch.Size]]:
+    """Yields a set to which the shapes of weights are added whose operands are packed."""
+    packed, pack = set(), ConvolutionFactors.pack
+
+    def pack_and_note(self: ConvolutionFactors) -> object:
+        packed.add(self.shape)
+        return pack(self)
+
+    with patch.object(ConvolutionFactors, "pack", pack_and_note):
+        yield packed
 
 
 def batch_on(device: str) -> oracle.Batch:
@@ -67,22 +80,13 @@ def check_sums(name: str, mode: str, device: str) -> None:
     model = private(zoo.seeded(lambda: build(name)).to(device), mode)
     model.skip_checks()
     batch = batch_on(device)
-    packed = []
-    pack = ConvolutionFactors.pack
-
-    def watched(self: ConvolutionFactors) -> object:
-        packed.append(self.shape)
-        return pack(self)
-
-    with rounding(), patch.object(ConvolutionFactors, "pack", watched):
+    with rounding(), watched() as packed:
         with full_float32(layers=True):
             exact = clipped_sums(model, batch)
         assert not packed
         found = clipped_sums(model, batch)
-    weights = [p.shape for p in model.network.parameters() if p.dim() == 2]
-    assert set(packed) == set(weights)
-    with rounding("highest"), patch.object(ConvolutionFactors, "pack", watched):
-        packed.clear()
+    assert packed == {p.shape for p in model.network.parameters() if p.dim() == 2}
+    with rounding("highest"), watched() as packed:
         clipped_sums(model, batch)
     assert bool(packed) == name.startswith("lstm")
     for one, total in exact.items():
@@ -105,6 +109,23 @@ def check_bound(name: str, mode: str, device: str) -> None:
             found = norm(i, limit)
             assert found <= limit * (1 + 1e-6)
             assert i > 0 or found >= limit * (1 - 1e-4)  # its tokens do not cancel
+
+
+def check_size() -> None:
+    """What is large is so for a sample, however many there are."""
+    least = TOKENS * INPUTS * OUTPUTS
+    for size, is_large in ((least, True), (least + 1, False)):
+        for samples in (1, SAMPLES):
+            model = private(build("linear"), "flash_bookkeeping")
+            model.skip_checks()
+            x, y = batch_on("cpu")
+            with rounding(least=size), watched() as packed:
+                clipped_sums(model, (x[:samples], y[:samples]))
+            assert bool(packed) == is_large
+
+
+def test_small_products_are_not_rounded(interpreter):
+    interpreter.run(check_size)
 
 
 every_case = pytest.mark.parametrize(
