@@ -96,7 +96,7 @@ class DilocoDDP(BucketedDDP):
     def collect(self, i: int) -> None:
         """Leaves the gradient where it is."""
 
-    def share_buffers(self) -> None:
+    def before_forward(self) -> None:
         """Leaves buffers alone: the outer step makes them those of rank 0."""
 
     def make_optimizer(
@@ -165,7 +165,7 @@ class DilocoDDP(BucketedDDP):
                 self.wait(*on_the_wire)
                 on_the_wire = following
             self.wait(*on_the_wire)
-            super().share_buffers()
+            super().before_forward()
         except RuntimeError as error:
             error.add_note(WAITED)
             raise
@@ -178,9 +178,8 @@ class DilocoDDP(BucketedDDP):
         for i, delta in flat.slices.items():
             delta.copy_(self.start[i] - parameters[i])
         work = dist.all_reduce(flat.buffer, dist.ReduceOp.AVG, self.process_group, async_op=True)
-        done = self.step.finished  # the step of which this is the end
-        done.collectives, done.nbytes = done.collectives + 1, done.nbytes + bucket.nbytes
-        done.launches.append((len(parameters), bucket))
+        # This is the end of the last step.
+        self.step.finished.launches.append((len(parameters), bucket))
         return work, flat
 
     def wait(self, bucket: Bucket, handle: Any) -> None:
