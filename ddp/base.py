@@ -61,9 +61,13 @@ class DataParallel(Interface):
     def collect(self, i: int) -> None:
         """Called when gradient `i` is ready, before its bucket may be launched."""
 
+    def before_forward(self) -> None:
+        """Called before each synchronising forward, when no reduction is under way."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.begin_forward(self):  # not in evaluation or under no_sync()
             self.before_forward()
+            self.share_buffers()
         output = self.watch.call(self.module, args, kwargs)
         self.step.end_forward(self, output)
         return output

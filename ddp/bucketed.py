@@ -55,7 +55,6 @@ class BucketedDDP(DataParallel):
         for bucket in list(self.flats):
             if any([self.gradients.parameters[i].grad is None for i in bucket.members]):
                 del self.flats[bucket]
-        super().before_forward()
 
     def collect(self, i: int) -> None:
         """Copies gradient `i`, or zeros if there is none, into its slice, and makes it that."""

@@ -96,7 +96,7 @@ class DilocoDDP(BucketedDDP):
     def collect(self, i: int) -> None:
         """Leaves the gradient where it is."""
 
-    def before_forward(self) -> None:
+    def share_buffers(self) -> None:
         """Leaves buffers alone: the outer step makes them those of rank 0."""
 
     def make_optimizer(
@@ -165,7 +165,7 @@ class DilocoDDP(BucketedDDP):
                 self.wait(*on_the_wire)
                 on_the_wire = following
             self.wait(*on_the_wire)
-            super().before_forward()
+            super().share_buffers()
         except RuntimeError as error:
             error.add_note(WAITED)
             raise

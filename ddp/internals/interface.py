@@ -99,7 +99,7 @@ class Interface(nn.Module):
         """Plans again: rank 0's first order of arrival replaces the reverse of registration."""
         self.schedule.adopt(order, self.plan(order))
 
-    def before_forward(self) -> None:
+    def share_buffers(self) -> None:
         """Overwrites buffers with those of rank 0, before each synchronising forward."""
         self.replicas.broadcast_buffers(self.watch.buffers)
 

@@ -121,9 +121,8 @@ def not_whole(module: nn.Module) -> str | None:
             )
         if hasattr(tensor, "placements"):
             return (
-                f"{name} is a DTensor, of which a rank holds a part, as behind fully_shard(network)"
-                ': give wrap("torch_fsdp", network) a network before fully_shard, or train this '
-                "one without wrap"
+                f'{name} is a DTensor, as behind fully_shard(network): give wrap("torch_fsdp", '
+                "network) a network before fully_shard, or train this one without wrap"
             )
         if tensor.numel() > 1 and not any(tensor.stride()):
             return (

@@ -171,7 +171,7 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
     ("the place in a round is not saved", "internals/rounds.py",
      '"steps": wrapper.counts[number]', '"steps": 0', "test_diloco.py", "goes_on"),
     ("buffers are broadcast in each local step", "diloco.py",
-     "    def before_forward(self)", "    def before_each(self)", "test_diloco.py", "buffers"),
+     "    def share_buffers(self)", "    def shares_buffers(self)", "test_diloco.py", "buffers"),
     ("fsdp's gradients are not averaged", "torch_compat.py",
      "flat.div_(group.size())", "pass", "sharded/test_fsdp.py", "one_process"),
     ("a rank keeps the slice of another one", "sharded/units.py",

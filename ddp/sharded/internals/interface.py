@@ -121,7 +121,6 @@ class ShardedInterface(DataParallel):
             for unit in self.units:
                 if all(self.gradients.parameters[i].grad is None for i in unit.members):
                     unit.gradient = None
-        super().before_forward()
 
     # ---- what the optimizer calls --------------------------------------------------------------
 

@@ -77,8 +77,8 @@ class DividedInterface(Sharded):
 
     def before_forward(self) -> None:
         """Agrees with the others before buffers are broadcast, which only such a forward does."""
-        self.agree_on_forward("a forward")
         super().before_forward()
+        self.agree_on_forward("a forward")
 
     def begin_forward(self) -> None:
         """Begins a forward of the whole network, also one without gradients or in eval mode."""
