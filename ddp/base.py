@@ -86,18 +86,15 @@ class DataParallel(Interface):
 
     def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
         """Launches the next buckets of the plan, up to one that is incomplete; or `everything`."""
-        schedule, record = self.schedule, self.step.record
+        schedule = self.schedule
         for bucket in schedule.buckets[schedule.launched :][:most]:
             if not everything and not schedule.ready.issuperset(bucket.members):
                 return
             if not self.gradients.reduced.isdisjoint(bucket.members):  # in an earlier backward
                 self.gradients.make_local(*bucket.members)
-            counted = record.collectives
             schedule.in_flight[bucket] = self.launch(bucket)
             schedule.launched += 1
-            record.launches.append((len(schedule.arrivals), bucket))
-            if record.collectives == counted:  # one, unless `launch` has counted its own
-                record.collectives, record.nbytes = counted + 1, record.nbytes + bucket.nbytes
+            self.step.record.launches.append((len(schedule.arrivals), bucket))
 
     def wait_for(self, *buckets: Bucket) -> None:
         """Blocks until the reductions of these buckets that are in flight have finished."""

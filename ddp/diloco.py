@@ -178,9 +178,8 @@ class DilocoDDP(BucketedDDP):
         for i, delta in flat.slices.items():
             delta.copy_(self.start[i] - parameters[i])
         work = dist.all_reduce(flat.buffer, dist.ReduceOp.AVG, self.process_group, async_op=True)
-        done = self.step.finished  # the step of which this is the end
-        done.collectives, done.nbytes = done.collectives + 1, done.nbytes + bucket.nbytes
-        done.launches.append((len(parameters), bucket))
+        # This is the end of the last step.
+        self.step.finished.launches.append((len(parameters), bucket))
         return work, flat
 
     def wait(self, bucket: Bucket, handle: Any) -> None:

@@ -2,7 +2,7 @@
 
 Everything here is tested with `torch_versions.TESTED`; where these differ, the function says since
 which. Where another version lacks one of these interfaces, its function does without, or raises a
-RuntimeError that names it.
+RuntimeError that names it; for `Tensor._version` the import does.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ def found(owner: Any, name: str, path: str) -> Any:
         raise missing(f"{name}.{path}") from error
 
 
+found(Tensor, "Tensor", "_version")  # `version_of` has no frame of Python that could say it
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns the number of in-place changes of a tensor; without a frame of Python, as it is asked
-twice for each gradient."""
+"""Returns the number of in-place changes of a tensor, which is asked twice for each gradient."""
 
 
 def own(module: nn.Module, kind: str) -> dict[str, Any]:

@@ -47,9 +47,6 @@ class PeerBuckets(BucketedDDP):
             self._open(end + ALIGNMENT_BYTES * len(self.gradients.parameters))
         return buckets
 
-    def before_forward(self) -> None:
-        """Frees nothing: peers hold the addresses of this memory."""
-
     def allocate(self, bucket: Bucket) -> Tensor:
         """Returns the bucket's range of this rank's memory."""
         assert self.memory is not None  # since the first plan

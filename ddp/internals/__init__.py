@@ -12,4 +12,5 @@ A first reading can skip them.
 - watch.py: parameters that change when they must not
 - kernels.py: two kernels, of `ddp_copy_engine` and of `fsdp`
 - rounds.py: options and state of `diloco`
+- states.py: states of all ranks, for checkpoints
 """

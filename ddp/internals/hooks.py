@@ -42,19 +42,14 @@ class AutogradHooks:
     """
 
     def __init__(self, wrapper: Any):
-        self._wrapper = weakref.ref(wrapper)
-        self._gradients, self._step = wrapper.gradients, wrapper.step
+        self._gradients = wrapper.gradients
         # Kept here: parameters hold their nodes weakly, and graphs come and go.
         with without_torch_functions():  # a parameter's node in the graph is not its values
             self._nodes = [get_gradient_edge(p).node for p in self._gradients.parameters]
         self._handles: list = []
-        # Versions of the parameters before hooks of the user.
-        self._began = [0] * len(self._nodes)
-
-    def attach(self) -> None:
-        _wrappers.add(self._wrapper())
+        _wrappers.add(wrapper)
         for i, node in enumerate(self._nodes):
-            before, after = self._hooks_of(i)
+            before, after = hooks_of(wrapper, i)
             self._handles += [node.register_prehook(before), node.register_hook(after)]
 
     def remove(self) -> None:
@@ -64,41 +59,42 @@ class AutogradHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def _hooks_of(self, i: int):
-        parameter, find_wrapper = self._gradients.parameters[i], self._wrapper
-        step, gradients, began = self._step, self._gradients, self._began
 
-        def before(incoming: TensorsOrNone) -> None:
-            if not step.in_backward:
-                step.begin_backward()
-            began[i] = version_of(parameter)
-            if incoming[0] is not None:
-                gradients.filled.discard(i)
-            wrapper = find_wrapper()
-            schedule = wrapper.schedule
-            in_flight = schedule.bucket_of[i] in schedule.in_flight  # set to None meanwhile
-            if parameter.grad is not None or in_flight:
-                with torch.no_grad():
-                    wrapper.before_accumulation(i)
+def hooks_of(wrapper: Any, i: int):
+    """Returns what a node calls before it accumulates gradient `i`, and afterwards."""
+    gradients, schedule, step = wrapper.gradients, wrapper.schedule, wrapper.step
+    parameter, find_wrapper = gradients.parameters[i], weakref.ref(wrapper)
+    began = 0  # version of the parameter before hooks of the user
 
-        def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
-            if version_of(parameter) != began[i]:
-                raise RuntimeError(STEPPED_IN_HOOK.format(name=gradients.names[i]))
-            if torch.is_grad_enabled():  # as with create_graph=True
-                with torch.no_grad():
-                    find_wrapper().after_accumulation(i)
-            else:
+    def before(incoming: TensorsOrNone) -> None:
+        nonlocal began
+        if not step.in_backward:
+            step.begin_backward()
+        began = version_of(parameter)
+        if incoming[0] is not None:
+            gradients.filled.discard(i)
+        in_flight = schedule.bucket_of[i] in schedule.in_flight  # set to None meanwhile
+        if parameter.grad is not None or in_flight:
+            with torch.no_grad():
+                find_wrapper().before_accumulation(i)
+
+    def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
+        if version_of(parameter) != began:
+            raise RuntimeError(STEPPED_IN_HOOK.format(name=gradients.names[i]))
+        if torch.is_grad_enabled():  # as with create_graph=True
+            with torch.no_grad():
                 find_wrapper().after_accumulation(i)
+        else:
+            find_wrapper().after_accumulation(i)
 
-        return before, after
+    return before, after
 
 
 def shared_with_another(module: nn.Module) -> str | None:
     """Returns a complaint if a wrapper of another network reduces a parameter, else None."""
-    if (complaint := _shared(module)) is not None:
+    if _shared(module) is not None:
         gc.collect()  # a wrapper that nothing refers to any more does not count
-        complaint = _shared(module)
-    return complaint
+    return _shared(module)
 
 
 def _shared(module: nn.Module) -> str | None:

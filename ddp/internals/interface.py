@@ -84,10 +84,9 @@ class Interface(nn.Module):
         self.schedule = Schedule()
         self.watch = Watch(module, self.gradients)
         self.step = Step(self.gradients, self.schedule, self.watch)
-        self.hooks = AutogradHooks(self)
-        weakref.finalize(self, self.hooks.remove).atexit = False
         self.adopt_order(list(reversed(range(len(self.gradients.parameters)))))
-        self.hooks.attach()  # autograd calls before_ and after_accumulation from now on
+        self.hooks = AutogradHooks(self)  # calls before_ and after_accumulation from now on
+        weakref.finalize(self, self.hooks.remove).atexit = False
 
     def make_reduction(self, name: str) -> Reduction:
         return Reduction(name, self.world_size)
@@ -259,8 +258,8 @@ class Interface(nn.Module):
 
     def count(self, collectives: int, nbytes: int) -> None:
         """Adds to what `stats` returns. A `launch` that does not has sent its bucket once."""
-        self.step.record.collectives += collectives
-        self.step.record.nbytes += nbytes
+        self.step.record.count(nbytes, collectives)
+        self.step.record.counted.add(len(self.step.record.launches))  # the launch that runs now
 
     def stats(self) -> dict[str, int]:
         """Returns the collectives and bytes of this rank's last finished step.
@@ -269,8 +268,7 @@ class Interface(nn.Module):
         2(W-1)/W times as many over each link) and of gathered parameters, and `buckets` in the
         plan.
         """
-        done = self.step.finished
-        return {"collectives": done.collectives, "bytes": done.nbytes, "buckets": done.buckets}
+        return self.step.finished.stats()
 
     def launches(self) -> list[Launch]:
         """Returns the launches of the last finished step on this rank, in order."""

@@ -42,7 +42,6 @@ class Replicas:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup):
         self._module, self._group = module, group
         self._last: dict[int, tuple[Tensor, int]] = {}  # buffers, and their versions
-        self._remember(module.buffers())
 
     def make_equal(self, obstacle: str | None) -> None:
         """Overwrites all parameters and buffers with those of rank 0.
@@ -57,13 +56,12 @@ class Replicas:
             ValueError: on every rank, naming the first tensor that differs from rank 0's and both
                 shapes or dtypes.
         """
-        mine = lazy_parameters(self._module) or obstacle or describe(self._module)
-        everyone: list[str | Description] = told_by_all(mine, self._group)
+        mine = not_whole(self._module) or obstacle or describe(self._module)
+        everyone = told_by_all(mine, self._group)
         if obstacles := [theirs for theirs in everyone if isinstance(theirs, str)]:
             raise RuntimeError(obstacles[0])
-        models = [theirs for theirs in everyone if not isinstance(theirs, str)]
-        for rank, theirs in enumerate(models):
-            if difference := first_difference(models[0], theirs, rank):
+        for rank, theirs in enumerate(everyone):
+            if difference := first_difference(everyone[0], theirs, rank):
                 raise ValueError(f"the ranks hold different models: {difference}")
         with torch.no_grad():
             tensors = [*self._module.parameters(), *self._module.buffers()]
@@ -113,12 +111,18 @@ class Replicas:
             buffer.copy_(values)
 
 
-def lazy_parameters(module: nn.Module) -> str | None:
+def not_whole(module: nn.Module) -> str | None:
+    """Returns a complaint about a tensor that has no values, or those of a part; else None."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             return (
                 f"{name} has no shape yet, as in a lazy module before its first forward: run one "
                 "batch through the network before it is wrapped"
+            )
+        if hasattr(tensor, "placements"):
+            return (
+                f'{name} is a DTensor, as behind fully_shard(network): give wrap("torch_fsdp", '
+                "network) a network before fully_shard, or train this one without wrap"
             )
         if tensor.numel() > 1 and not any(tensor.stride()):
             return (

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp.internals.ranks import gather, told_by_all
+from ddp.internals.ranks import told_by_all
+from ddp.internals.states import gather
 
 PARAMETER = "diloco parameter"  # a rank's own, among its state
 

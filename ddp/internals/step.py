@@ -29,12 +29,28 @@ class Launch:
 
 @dataclass
 class Record:
-    """A step's collectives and bytes, and each launch with the gradients ready by then."""
+    """Each launch of a step with the gradients ready by then, and what else was sent.
 
+    Attributes:
+        collectives, nbytes: beside those launches that have sent their bucket once.
+        counted: launches that have counted what they have sent, by their place.
+    """
+
+    launches: list[tuple[int, Bucket]] = field(default_factory=list)
     collectives: int = 0
     nbytes: int = 0
     buckets: int = 0
-    launches: list[tuple[int, Bucket]] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+
+    def count(self, nbytes: int, collectives: int = 1) -> None:
+        self.collectives += collectives
+        self.nbytes += nbytes
+
+    def stats(self) -> dict[str, int]:
+        once = [bucket for n, (_, bucket) in enumerate(self.launches) if n not in self.counted]
+        collectives = self.collectives + len(once)
+        nbytes = self.nbytes + sum(bucket.nbytes for bucket in once)
+        return {"collectives": collectives, "bytes": nbytes, "buckets": self.buckets}
 
 
 class Step:
@@ -63,7 +79,7 @@ class Step:
         self._entered_to_reduce = False  # the backward that has begun does, so other ranks launch
         self._gradients.begin_step()
         self._schedule.begin_step()
-        self._watch.end_step()
+        self._watch.arrived.clear()
 
     def is_in_the_middle(self) -> bool:
         """Returns whether gradients have arrived, or were launched, that are not finished."""
@@ -116,10 +132,16 @@ class Step:
 
     def _complete_rounds(self, wrapper: Any) -> None:
         """Issues the collectives that other ranks have issued, before buffers are broadcast."""
-        if not wrapper.find_unused_parameters or self.by_hand:
-            self.discard_partial(wrapper)
-        elif self.unfinished and self._missing() and wrapper.launches_in_backward:
-            wrapper.launch_buckets(everything=True)  # others may have, where this rank has none
+        if wrapper.find_unused_parameters and not self.by_hand:
+            if self.unfinished and self._missing() and wrapper.launches_in_backward:
+                wrapper.launch_buckets(everything=True)  # others may have, where this rank has none
+        elif self._schedule.arrivals and (missing := self._missing()):
+            warnings.warn(
+                f"a step is discarded, gradients included: {self._gradients.show(missing)} got "
+                "none in its backward; if that is meant, pass find_unused_parameters=True",
+                stacklevel=3,
+            )
+            self.discard(wrapper)
         wrapper.wait_for(*self._schedule.in_flight)
 
     # ---- backward ------------------------------------------------------------------------------
@@ -197,12 +219,11 @@ class Step:
             used, anything_late = agree_on_use(
                 parameters, used, anything_late, wrapper.process_group
             )
-        self._gradients.clear_filled(used)
         if anything_late:  # a gradient has grown since it was sent
             self._schedule.begin_round()
             wrapper.launch_buckets(everything=True)
             wrapper.wait_for(*self._schedule.in_flight)
-            self._gradients.clear_filled(used)
+        self._gradients.clear_filled(used)
         self._gradients.restore_strides()
         self.record.buckets = len(self._schedule.buckets)
         self.finished = self.record
@@ -243,15 +264,6 @@ class Step:
         except RuntimeError as error:  # the other ranks never launched what this one waits for
             raise RuntimeError(message) from error
         raise RuntimeError(message)
-
-    def discard_partial(self, wrapper: Any) -> None:
-        if self._schedule.arrivals and (missing := self._missing()):
-            warnings.warn(
-                f"a step is discarded, gradients included: {self._gradients.show(missing)} got "
-                "none in its backward; if that is meant, pass find_unused_parameters=True",
-                stacklevel=4,
-            )
-            self.discard(wrapper)
 
     def discard(self, wrapper: Any) -> None:
         """Discards an incomplete step and its gradients, of which some are reduced and some not.

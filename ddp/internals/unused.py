@@ -35,14 +35,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, list | tuple | set):
         for item in value:
             yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
 
 
 def agree_on_use(

@@ -64,9 +64,6 @@ class Watch:
         for i in self.arrived:
             self.arrived[i] = version_of(self._parameters[i])
 
-    def end_step(self) -> None:
-        self.arrived.clear()
-
     def complaint(self) -> str | None:
         """Names a parameter that was changed after its gradient's arrival, if there is one."""
         for i, version in self.arrived.items():

@@ -7,11 +7,11 @@ slice. In `.grad` a stand-in of NaN says so from then on (internals/gradients.py
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp.schedule import Bucket
-from ddp.sharded.internals.gradients import DividedGradients
 from ddp.sharded.internals.interface import ShardedInterface
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import reduce_scatter
@@ -20,31 +20,20 @@ from ddp.torch_compat import reduce_scatter
 class Sharded(ShardedInterface):
     """A network of which each rank reduces, and steps, its slices. A variant says what is whole."""
 
+    frees_gradients = False  # True: a reduced slice is a tensor of its own, and the rest is freed
+
     def divide(self) -> list[FlatUnit]:
         """Returns the trainable parameters in units; called once, at construction."""
         raise NotImplementedError
 
-    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        """Returns where the reduced slice goes; by default to `own`, that slice of `flat`."""
-        return own
-
-    def describe_gradients(self) -> DividedGradients:
-        self.units = self.divide()
-        return DividedGradients(self.module, self.reduction, self.units)
-
     def plan(self, order: list[int]) -> list[Bucket]:
         """Returns the units in the order in which the last gradients of each come."""
-        for unit in self.units:
-            numel = sum(shape.numel() for shape in unit.shapes)
-            unit.nbytes = numel * self.gradients.reduced_in(unit).itemsize
         place = {i: place for place, i in enumerate(order)}
         return sorted(self.units, key=lambda unit: max(place[i] for i in unit.members))
 
     def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
         flat = self.gradients.collect(unit)
-        own = self.receiver(flat, unit.own(flat))
-        self.gradients.reductions += 1
-        self.count(collectives=1, nbytes=unit.nbytes)
+        own = torch.empty_like(unit.own(flat)) if self.frees_gradients else unit.own(flat)
         return reduce_scatter(own, flat, self.reduction.op, self.process_group), own, flat
 
     def wait(self, unit: Any, handle: tuple[dist.Work, Tensor, Any]) -> None:

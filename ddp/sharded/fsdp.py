@@ -27,15 +27,13 @@ for steps that fail, or go another way, is in internals/: skip it at first.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from ddp.base import DataParallel
-from ddp.sharded.internals.blocks import Block, CallOrder, WayBack, blocks_of
+from ddp.sharded.internals.blocks import Block, WayBack
 from ddp.sharded.internals.whole import DividedInterface
-from ddp.sharded.layout import FlatUnit
 from ddp.sharded.units import GatheredUnit
 from ddp.torch_compat import number_of_backward
 
@@ -60,28 +58,7 @@ class HandBuiltFSDP(DividedInterface):
     """
 
     options = (*DataParallel.options, "units", "param_dtype")
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        units: Sequence[type[nn.Module]] | None = None,
-        param_dtype: torch.dtype | None = None,
-        **options: Any,
-    ):
-        if param_dtype is not None and not param_dtype.is_floating_point:
-            raise ValueError(f"param_dtype: {param_dtype} is not a floating type")
-        self._classes, self._param_dtype = units, param_dtype
-        super().__init__(module, **options)
-        self.follow_calls()
-
-    def divide(self) -> list[FlatUnit]:
-        """Divides the parameters among the ranks, block by block."""
-        self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
-        self.root = self.blocks[0]
-        self.order = CallOrder()
-        units = [unit for block in self.blocks for unit in block.units]
-        return [unit for unit in units if unit.parameters[0].requires_grad]
+    frees_gradients = True
 
     # ---- parameters ----------------------------------------------------------------------------
 
@@ -90,7 +67,7 @@ class HandBuiltFSDP(DividedInterface):
         block.mark(computes=True)
         self.gather(block)
         if (next_block := self.order.next_block()) is not None:
-            self.start(next_block)
+            self.start(next_block.units)
 
     def leave(self, block: Block, outputs: list[Tensor]) -> None:
         """Ends a block's forward: its parameters are freed until the backward of its outputs."""
@@ -112,18 +89,15 @@ class HandBuiltFSDP(DividedInterface):
         self.gather(way.blocks[place])
 
     def gather(self, block: Block) -> None:
-        self.start(block)
+        self.start(block.units)
         for unit in block.units:
             unit.wait()
 
-    def start(self, block: Block) -> None:
-        self.start_units(*block.units)
-
-    def start_units(self, *units: GatheredUnit) -> None:
+    def start(self, units: Sequence[GatheredUnit]) -> None:
         for unit in units:
             if not unit.has_memory:
                 unit.start()
-                self.count(collectives=1, nbytes=unit.values.nbytes)
+                self.step.record.count(unit.values.nbytes)
 
     # ---- gradients -----------------------------------------------------------------------------
 
@@ -137,9 +111,6 @@ class HandBuiltFSDP(DividedInterface):
             unit.free()
         return super().launch(unit)
 
-    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        return torch.empty_like(own)
-
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[Any]) -> None:
@@ -152,7 +123,7 @@ class HandBuiltFSDP(DividedInterface):
         """Starts to gather what the next forward needs first, while other slices are stepped."""
         for block in (self.root, *(self.order.blocks or [])[:1]):
             if unit in block.units:
-                self.start_units(unit)
+                self.start([unit])
 
     def end_step(self, parameters: list[Parameter]) -> None:
         self.order.is_ahead = True

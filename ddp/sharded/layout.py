@@ -17,8 +17,8 @@ from ddp.schedule import Bucket, lay_out
 class FlatUnit(Bucket):
     """Parameters of one dtype that are reduced and gathered together, and this rank's part.
 
-    They become views of it. It is the bucket of their gradients, of which the wrapper sets
-    `members` and `nbytes`.
+    They become views of it. It is the bucket of their gradients, of which `DividedGradients` sets
+    `members`, and `nbytes` when it is sent.
 
     Args:
         itemsize: bytes of an element in the flat buffer; default: as of the parameters.

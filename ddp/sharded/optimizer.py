@@ -114,6 +114,7 @@ class ShardedOptimizer(Optimizer):
 
     def _step_parts(self) -> None:
         """Steps some units after others once all ranks are about to, and publishes their slices."""
+        self._take_options()
         self.model.begin_step(self._units)
         self._has_agreed = True
         agree(self.model.exchange, self._act(), self._broken)
@@ -121,7 +122,7 @@ class ShardedOptimizer(Optimizer):
         for units in self._parts:
             try:
                 if failure is None:
-                    self._slices.step(units, self.param_groups, self.model.gradients.of)
+                    self._slices.step(set(units), self.model.gradients.of)
             except Exception as error:  # other ranks wait for this one's slices
                 failure, self._broken = error, self._tell(BROKEN, error)
             for unit in units:
@@ -134,6 +135,11 @@ class ShardedOptimizer(Optimizer):
             group.update(options_of(changed))  # as a count of steps
         if len(slices.state) != len(self.state):
             self._show_state()
+
+    def _take_options(self) -> None:
+        """Gives the optimizer of slices the options of the groups, which a schedule changes."""
+        for own, group in zip(self._slices.optimizer.param_groups, self.param_groups, strict=True):
+            own.update(options_of(group))
 
     def _act(self) -> str:
         """Returns what ranks that take the same step say."""
@@ -172,7 +178,7 @@ class ShardedOptimizer(Optimizer):
         found = entries(state_dict, self.param_groups, names)
         super().load_state_dict({**state_dict, "state": {}})
         self._broken = ""
-        self._slices.take(self.param_groups)
+        self._take_options()
         load(self._slices, found)
         self._show_state()
 

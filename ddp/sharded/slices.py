@@ -29,6 +29,7 @@ class Piece:
     `whole.view(-1)[piece.of_whole]` and `own[piece.of_own]` are views of the same elements.
     """
 
+    unit: FlatUnit
     parameter: Parameter
     of_whole: slice
     of_own: slice
@@ -39,11 +40,9 @@ def pieces_of(unit: FlatUnit) -> list[Piece]:
     owned, low = [], unit.rank * unit.slice_numel
     for parameter, first in zip(unit.parameters, unit.offsets, strict=True):
         begin, end = max(low, first), min(low + unit.slice_numel, first + parameter.numel())
-        if begin < end:
+        if begin < end or (unit.rank == 0 and parameter.numel() == 0):  # somebody has its state
             of_whole, of_own = slice(begin - first, end - first), slice(begin - low, end - low)
-            owned.append(Piece(parameter, of_whole, of_own))
-        elif unit.rank == 0 and parameter.numel() == 0:  # somebody has its state
-            owned.append(Piece(parameter, slice(0, 0), slice(0, 0)))
+            owned.append(Piece(unit, parameter, of_whole, of_own))
     return owned
 
 
@@ -55,35 +54,22 @@ class Slices:
     """
 
     def __init__(self, units: list[FlatUnit], groups: Groups, make: Callable[[Groups], Optimizer]):
-        self._pieces = {unit: pieces_of(unit) for unit in units}
-        owned = {piece.parameter: (unit, piece) for unit in units for piece in self._pieces[unit]}
+        owned = {piece.parameter: piece for unit in units for piece in pieces_of(unit)}
         self.stepped: dict[Piece, Parameter] = {}
         own_groups: Groups = []
         for group in groups:
             mine = [owned[p] for p in group["params"] if p in owned]
-            own = {piece: Parameter(unit.shard[piece.of_own]) for unit, piece in mine}
+            own = {piece: Parameter(piece.unit.shard[piece.of_own]) for piece in mine}
             own_groups.append({**options_of(group), "params": list(own.values())})
             self.stepped |= own
         self.optimizer = make(own_groups)
 
-    def take(self, groups: Groups) -> None:
-        """Takes the options of the network's groups."""
-        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            own.update(options_of(group))
-
-    def step(
-        self,
-        units: list[FlatUnit],
-        groups: Groups,
-        gradient_of: Callable[[FlatUnit, Piece], Tensor | None],
-    ) -> None:
-        self.take(groups)
+    def step(self, units: set[FlatUnit], gradient_of: Callable[[Piece], Tensor | None]) -> None:
+        """Steps the pieces of some units."""
         try:
-            for unit in units:
-                for piece in self._pieces[unit]:
-                    if (own := self.stepped.get(piece)) is not None:
-                        gradient = gradient_of(unit, piece)
-                        own.grad = None if gradient is None else gradient.to(own.dtype)
+            for piece, own in self.stepped.items():
+                if piece.unit in units and (gradient := gradient_of(piece)) is not None:
+                    own.grad = gradient.to(own.dtype)
             self.optimizer.step()
         finally:
             for own in self.stepped.values():

@@ -62,8 +62,10 @@ class GatheredUnit(FlatUnit):
     def wait(self) -> None:
         """Makes the parameters whole, for later work of the current stream."""
         if self._work is not None:
-            wait_for(self._work, "gather", self.name)
-            self._work = None
+            work, self._work = self._work, None
+            self.has_memory = False  # if the gather has failed, a later one begins anew
+            wait_for(work, "gather", self.name)
+            self.has_memory = True
             show(self)
 
     def free(self) -> None:

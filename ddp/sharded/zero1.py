@@ -45,14 +45,12 @@ class Zero1DDP(Sharded):
         parameters = trainable(self.module)
         sizes = [Gradient(p.numel(), str(p.dtype), p.element_size()) for p in parameters]
         buckets = plan_buckets(sizes, range(len(sizes))[::-1], self.bucket_bytes)
-        members = [[parameters[i] for i in bucket.members] for bucket in buckets]
-        return [FlatUnit(each, self.process_group) for each in members]
+        return [FlatUnit([parameters[i] for i in b.members], self.process_group) for b in buckets]
 
     # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def publish(self, unit: FlatUnit) -> None:
-        self.step.finished.collectives += 1
-        self.step.finished.nbytes += unit.values.nbytes
+        self.step.finished.count(unit.values.nbytes)
         self._gathers.append(all_gather(unit.values, unit.shard, self.process_group))
 
     def end_step(self, parameters: list[Parameter]) -> None:

@@ -15,7 +15,6 @@ until they are reduced.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,9 +24,8 @@ from ddp.sharded.zero1 import Zero1DDP
 class Zero2DDP(Zero1DDP):
     """Does as `Zero1DDP`, and frees each bucket of gradients once it is reduced."""
 
+    frees_gradients = True
+
     def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
         self.wait_for(*list(self.schedule.in_flight)[:-1])
         return super().launch(unit)
-
-    def receiver(self, flat: Tensor, own: Tensor) -> Tensor:
-        return torch.empty_like(own)

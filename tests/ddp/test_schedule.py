@@ -17,7 +17,7 @@ class Launches:
         self.schedule = Schedule()
         self.gradients = SimpleNamespace(reduced=set())
         self.step = SimpleNamespace(record=Record())
-        self.fails = False
+        self.fails, self.sends = False, 0
         buckets = [Bucket(m, tuple(range(len(m))), len(m), 4 * len(m)) for m in members]
         self.schedule.adopt([i for m in members for i in m], buckets)
         self.schedule.begin_step()
@@ -25,6 +25,8 @@ class Launches:
     def launch(self, bucket: Bucket) -> None:
         if self.fails:
             raise KeyError
+        if self.sends:
+            DataParallel.count(self, collectives=self.sends, nbytes=bucket.nbytes)
 
     def launched(self, everything: bool = False) -> list[tuple[int, ...]]:
         before = len(self.step.record.launches)
@@ -57,9 +59,20 @@ def test_a_launch_that_fails_is_not_counted():
     s.fails = True
     with pytest.raises(KeyError):
         s.launched()
-    assert s.schedule.launched == s.step.record.collectives == 0
+    assert s.schedule.launched == s.step.record.stats()["collectives"] == 0
     s.fails = False
     assert s.launched() == [(1,)]
+
+
+def test_a_launch_may_count_what_it_sends():
+    s = Launches((2, 1), (0,))
+    s.schedule.arrive(1)
+    s.schedule.arrive(2)
+    s.sends = 2
+    s.launched()
+    s.sends = 0
+    s.launched(everything=True)
+    assert s.step.record.stats() == {"collectives": 2 + 1, "bytes": 12, "buckets": 0}
 
 
 def test_a_second_round_launches_again_and_keeps_the_arrivals():

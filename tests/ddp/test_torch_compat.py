@@ -4,6 +4,7 @@ import gc
 import sys
 import warnings
 from datetime import timedelta
+from runpy import run_path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,12 @@ def test_versions_count_changes():
     before = torch_compat.version_of(x)
     x.add_(1)
     assert torch_compat.version_of(x) == before + 1
+
+
+def test_without_versions_the_import_says_so(monkeypatch):
+    monkeypatch.setattr(torch, "Tensor", type("Tensor", (), {}))
+    with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.15"):
+        run_path(torch_compat.__file__)
 
 
 def test_what_a_module_has_of_its_own():

@@ -10,5 +10,5 @@ A first reading can skip them.
 - state.py: whole checkpoints of an optimizer
 - blocks.py, of `fsdp`: which modules are blocks, and in which order they are called, in forward and
   in backward, on every rank, also where it has failed
-- whole.py, of `fsdp`: whole parameters, checkpoints, and failures
+- whole.py, of `fsdp`: calls of blocks, whole parameters, checkpoints, and failures
 """

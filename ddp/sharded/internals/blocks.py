@@ -146,6 +146,9 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
+Start = Callable[[Sequence[GatheredUnit]], None]
+
+
 class WayBack:
     """The blocks that a forward has left; its backward enters them in reverse.
 
@@ -177,7 +180,7 @@ class WayBack:
         names = [block.name for block in self.blocks[: self.ahead]]
         return name not in names if name else not names
 
-    def go_on(self, start: Callable[[Block], None]) -> None:
+    def go_on(self, start: Start) -> None:
         """Enters a block: frees those that backward has left, starts this one and the next."""
         self.ahead -= 1
         needed = self.blocks[max(0, self.ahead - 1) : self.ahead + 1]
@@ -186,9 +189,9 @@ class WayBack:
             if block not in (*needed, *needed[-1].around):
                 block.free()
         for block in reversed(needed):
-            start(block)
+            start(block.units)
 
-    def complete(self, start: Callable[[Block], None]) -> None:
+    def complete(self, start: Start) -> None:
         """Goes on to the end after a backward that has failed: others may have come further."""
         while not self.is_over and 0 < self.ahead < len(self.blocks):
             self.go_on(start)

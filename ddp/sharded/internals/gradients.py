@@ -23,24 +23,19 @@ class DividedGradients(Gradients):
     """The gradients of parameters that lie in `units`.
 
     Attributes:
-        pieces: what this rank owns of each unit.
+        pieces: what this rank owns of the parameters.
         reductions: number of reductions that were started, which all ranks start alike.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        reduction: Reduction,
-        units: list[FlatUnit],
-    ):
+    def __init__(self, module: nn.Module, reduction: Reduction, units: list[FlatUnit]):
         super().__init__(module, reduction)
-        self.pieces = {unit: pieces_of(unit) for unit in units}
-        self._owned: dict[int, tuple[FlatUnit, Piece | None]] = {}
+        self.pieces = [piece for unit in units for piece in pieces_of(unit)]
+        self.reductions = 0
+        self._piece_of = {self.index_of(piece.parameter): piece for piece in self.pieces}
+        self._unit_of: dict[int, FlatUnit] = {}
         for unit in units:
             unit.members = tuple(map(self.index_of, unit.parameters))
-            pieces = {self.index_of(piece.parameter): piece for piece in self.pieces[unit]}
-            self._owned |= {i: (unit, pieces.get(i)) for i in unit.members}
-        self.reductions = 0
+            self._unit_of |= dict.fromkeys(unit.members, unit)
         self._made: dict[int, GradientStandIn] = {}
         self._me = object()  # stand-ins have it, and do not keep slices alive
 
@@ -60,12 +55,12 @@ class DividedGradients(Gradients):
                 return self.names[i]
         return None
 
-    def of(self, unit: FlatUnit, piece: Piece) -> Tensor | None:
+    def of(self, piece: Piece) -> Tensor | None:
         """Returns the reduced gradient of what this rank owns of a parameter, a view [numel]."""
         stand_in: Any = piece.parameter.grad
-        if unit.gradient is None or stand_in is None:
+        if piece.unit.gradient is None or stand_in is None:
             return None
-        own = unit.gradient[piece.of_own]
+        own = piece.unit.gradient[piece.of_own]
         if stand_in.is_cleared:
             stand_in.is_cleared = False
             own.zero_()
@@ -80,11 +75,12 @@ class DividedGradients(Gradients):
         """
         if not isinstance(held, GradientStandIn):
             return super().share_of(i, held)
-        (unit, piece), parameter = self._owned[i], self.parameters[i]
-        assert unit.gradient is not None  # as `held` says
+        parameter, piece = self.parameters[i], self._piece_of.get(i)
+        reduced = self._unit_of[i].gradient
+        assert reduced is not None  # as `held` says
         with without_torch_functions():
-            own = None if piece is None else self.of(unit, piece)
-        dtype = torch.promote_types(self.dtypes.all[i], unit.gradient.dtype)
+            own = None if piece is None else self.of(piece)
+        dtype = torch.promote_types(self.dtypes.all[i], reduced.dtype)
         self.dtypes.widen(i, dtype)
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         if piece is not None and own is not None:
@@ -100,23 +96,13 @@ class DividedGradients(Gradients):
             for i in unit.members:
                 gradient = self.parameters[i].grad
                 found.append(self.local(i) if gradient is None else gradient)
-            flat = unit.shard.new_empty(unit.numel, dtype=self.reduced_in(unit))
+            dtypes = [self.dtypes.all[i] for i in unit.members]
+            dtype = reduce(torch.promote_types, dtypes, unit.shard.dtype)
+            flat = unit.shard.new_empty(unit.numel, dtype=dtype)
             copy_(unit.views(flat), found)
+            unit.nbytes = sum([x.numel() for x in found]) * dtype.itemsize
+            self.reductions += 1
             self.dtypes.narrow(unit.members)
             for i in unit.members:
                 self.parameters[i].grad = self.stand_in_for(i)
         return flat
-
-    # ---- between steps -------------------------------------------------------------------------
-
-    def reduced_in(self, unit: FlatUnit) -> torch.dtype:
-        """Returns the widest dtype of a unit's slices and gradients."""
-        return reduce(
-            torch.promote_types, [self.dtypes.all[i] for i in unit.members], unit.shard.dtype
-        )
-
-    def free_cleared(self) -> None:
-        """Frees slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
-        for unit in self.pieces:
-            if all(self.parameters[i].grad is None for i in unit.members):
-                unit.gradient = None

@@ -44,12 +44,16 @@ class ShardedInterface(DataParallel):
     """
 
     gradients: DividedGradients
-    units: list[FlatUnit]
+    divide: Callable[[], list[FlatUnit]]  # of base.py
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)
         if self.world_size > 1:
             gloo_beside(self.process_group)
+
+    def describe_gradients(self) -> DividedGradients:
+        self.units = self.divide()
+        return DividedGradients(self.module, self.reduction, self.units)
 
     # ---- a training loop -----------------------------------------------------------------------
 
@@ -93,9 +97,8 @@ class ShardedInterface(DataParallel):
             self.refuse_not_reduced()
             return [
                 (piece.parameter, piece.of_whole.start, gradient.numel(), gradient)
-                for unit, pieces in self.gradients.pieces.items()
-                for piece in pieces
-                if (gradient := self.gradients.of(unit, piece)) is not None and gradient.numel()
+                for piece in self.gradients.pieces
+                if (gradient := self.gradients.of(piece)) is not None and gradient.numel()
             ]
 
     @torch.no_grad()
@@ -105,15 +108,19 @@ class ShardedInterface(DataParallel):
         A collective call that takes the memory of all gradients: for tests and for debugging.
         """
         whole: dict[Parameter, Tensor] = {}
-        for unit, pieces in self.gradients.pieces.items():
+        for piece in self.gradients.pieces:
+            self.gradients.of(piece)  # zero, if its stand-in was made so
+        for unit in self.units:
             if unit.gradient is not None:
-                for piece in pieces:
-                    self.gradients.of(unit, piece)  # zero, if its stand-in was made so
                 whole |= zip(unit.parameters, gather(unit, unit.gradient), strict=True)
         return [None if p.grad is None else whole.get(p) for p in self.module.parameters()]
 
     def before_forward(self) -> None:
-        self.gradients.free_cleared()
+        """Frees slices of gradients that `zero_grad(set_to_none=True)` has cleared."""
+        with without_torch_functions():  # which would take 10 times as long
+            for unit in self.units:
+                if all(self.gradients.parameters[i].grad is None for i in unit.members):
+                    unit.gradient = None
 
     # ---- what the optimizer calls --------------------------------------------------------------
 

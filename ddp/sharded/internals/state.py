@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp.internals.ranks import gather
+from ddp.internals.states import gather
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.slices import Piece, Slices
 

@@ -1,18 +1,19 @@
-"""Gathers whole parameters, makes checkpoints and agrees on failures, for `fsdp`."""
+"""Follows calls of blocks, gathers whole parameters and agrees on failures, for `fsdp`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ddp.internals.unused import tensors_in
 from ddp.sharded.base import Sharded
 from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
-from ddp.sharded.internals.blocks import Block, CallOrder, call_around, cast
+from ddp.sharded.internals.blocks import Block, CallOrder, Start, blocks_of, call_around, cast
 from ddp.sharded.internals.views import gather, keep
+from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import in_backward, own, without_torch_functions
 
 
@@ -20,19 +21,40 @@ class DividedInterface(Sharded):
     """A network whose parameters are whole in some blocks at a time.
 
     Attributes:
-        blocks: all of them; the first is the network itself, which has what is in no other.
+        blocks: all of them.
+        root: the first one, the network itself, which has what is in no other.
+        order: the order in which they are called.
         is_whole: inside of `whole_parameters`, where a forward communicates nothing.
     """
 
-    blocks: list[Block]
-    order: CallOrder
     is_whole: bool = False
-    _param_dtype: torch.dtype | None
 
-    start: Callable[[Block], None]
+    start: Start
     enter: Callable[[Block], None]
     leave: Callable[[Block, list[Tensor]], None]
     gather: Callable[[Block], None]  # of fsdp.py
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        units: Sequence[type[nn.Module]] | None = None,
+        param_dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        if param_dtype is not None and not param_dtype.is_floating_point:
+            raise ValueError(f"param_dtype: {param_dtype} is not a floating type")
+        self._classes, self._param_dtype = units, param_dtype
+        super().__init__(module, **options)
+        for block in self.blocks:
+            call_around(block, self.call, self.end_call)
+
+    def divide(self) -> list[FlatUnit]:
+        """Divides the parameters among the ranks, block by block."""
+        self.blocks = blocks_of(self.module, self._classes, self.process_group, self._param_dtype)
+        self.root, self.order = self.blocks[0], CallOrder()
+        units = [unit for block in self.blocks for unit in block.units]
+        return [unit for unit in units if unit.parameters[0].requires_grad]
 
     def free(self) -> None:
         """Frees the parameters of all blocks."""
@@ -41,11 +63,6 @@ class DividedInterface(Sharded):
         self.order.is_ahead = False
 
     # ---- forwards that fail, or that compute with whole parameters, and calls of blocks --------
-
-    def follow_calls(self) -> None:
-        """Calls `enter` and `leave` around each block's forward, once it is wrapped."""
-        for block in self.blocks:
-            call_around(block, self.call, self.end_call)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
@@ -60,8 +77,7 @@ class DividedInterface(Sharded):
 
     def before_forward(self) -> None:
         """Agrees with the others before buffers are broadcast, which only such a forward does."""
-        with without_torch_functions():  # which would take 10 times as long
-            super().before_forward()
+        super().before_forward()
         self.agree_on_forward("a forward")
 
     def begin_forward(self) -> None:
@@ -74,21 +90,20 @@ class DividedInterface(Sharded):
 
     def call(self, block: Block, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Begins a block's forward; returns the network's arguments in `param_dtype`."""
-        root = self.blocks[0]
         if self.is_whole:
             return None
         if in_backward():  # activation checkpointing computes the block again
             self.gather(block)
-        elif block is root:
+        elif block is self.root:
             self.begin_forward()
             self.enter(block)
-        elif root.computes:  # else it is called by itself, and nothing gathers what it uses
+        elif self.root.computes:  # else it is called by itself, and nothing gathers what it uses
             self.order.call(block, self.agree)
             self.enter(block)
         for unit in block.units:
             unit.was_called = True
         dtype = self._param_dtype
-        if dtype is None or block is not root:
+        if dtype is None or block is not self.root:
             return None
         return tuple(cast(x, dtype) for x in args), {k: cast(x, dtype) for k, x in kwargs.items()}
 
@@ -97,7 +112,7 @@ class DividedInterface(Sharded):
         if block.computes and not in_backward():
             outputs = [x for x in tensors_in(output) if x.requires_grad]
             self.leave(block, outputs)
-            if block is self.blocks[0]:
+            if block is self.root:
                 self.order.end(self.agree)
                 self.order.way_back = self.order.way if outputs else self.order.way_back
 

@@ -274,10 +274,10 @@ class Watched(HandBuiltFSDP):
         self.note("backward", way.blocks[place])
         self.head_is_freed = not self.root.units[-1].values.untyped_storage().size()
 
-    def start(self, block):
-        if any(not u.values.untyped_storage().size() for u in block.units):
-            self.note("gather", block)
-        super().start(block)
+    def start(self, units):
+        if any(not u.values.untyped_storage().size() for u in units):
+            self.note("gather", next(b for b in self.blocks if units[0] in b.units))
+        super().start(units)
 
     def launch(self, unit):
         self.note("reduce", next(b for b in self.blocks if unit in b.units))
@@ -297,10 +297,11 @@ def test_gathers_and_reductions_overlap(context: Context, checkpointing: bool) -
         model.finish_gradient_synchronization()
         assert not any(u.values.untyped_storage().size() for b in model.blocks for u in b.units)
         assert all(p.untyped_storage().size() == 4 for p in model.parameters())
+        events = list(model.events)
         optimizer.step()
         optimizer.zero_grad()
-    places = {event: i for i, event in reversed(list(enumerate(model.events)))}
-    last = {event: i for i, event in enumerate(model.events)}
+    places = {event: i for i, event in reversed(list(enumerate(events)))}
+    last = {event: i for i, event in enumerate(events)}
     for k in range(1, 5):
         before, block = f"blocks.{k - 1}", f"blocks.{k}"
         assert places["gather", block] < places["forward ends", before]
@@ -311,7 +312,7 @@ def test_gathers_and_reductions_overlap(context: Context, checkpointing: bool) -
         assert places["reduce", block] < places["reduce", before]
         assert places["reduce", block] <= places["backward", before]
     assert ("gather", "") not in places, "the optimizer's step has not started the root's gather"
-    gathers = [name for what, name in model.events if what == "gather"]
+    gathers = [name for what, name in events if what == "gather"]
     assert sorted(gathers) == sorted([f"blocks.{k}" for k in range(5)] * 2)[1:]
     assert model.most == 2
     assert model.head_is_freed, "its gradient came first, so backward needs it no more"

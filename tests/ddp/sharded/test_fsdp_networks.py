@@ -356,11 +356,9 @@ def order_of_the_wire(context: Context) -> None:
     order: list[str] = []
 
     class Noting(HandBuiltFSDP):
-        def start(self, block):
-            order.extend(
-                f"gather {block.name}" for u in block.units if not u.values.untyped_storage().size()
-            )
-            super().start(block)
+        def start(self, units):
+            order.extend(f"gather {u.name}" for u in units if not u.values.untyped_storage().size())
+            super().start(units)
 
         def launch(self, bucket):
             work = super().launch(bucket)

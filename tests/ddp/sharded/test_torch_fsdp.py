@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from ddp import wrap
@@ -47,3 +48,11 @@ def test_it_trains_and_its_checkpoints_are_whole(context: Context) -> None:
         state = model.state_dict()
         for key, value in reference.state_dict().items():
             torch.testing.assert_close(state[f"module.{key}"], value)
+
+
+@on_ranks(2)
+def test_a_network_that_is_sharded_already_is_refused(context: Context) -> None:
+    network = wrap("torch_fsdp", Network(), process_group=context.group).module
+    for name in ("ddp_bucketed", "zero1", "fsdp", "torch_ddp", "torch_fsdp"):
+        with pytest.raises(RuntimeError, match=r"weight is a DTensor.*wrap\(\"torch_fsdp\", net"):
+            wrap(name, network, process_group=context.group)

@@ -1,5 +1,8 @@
 """Which parameters lie together, and when they have memory."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -79,6 +82,33 @@ def memory(context: Context) -> None:
     assert torch.equal(transposed.float(), 2 * values.t()), "a view that autograd saved"
     assert parameters[0]._version == 0
     assert unit.shard.dtype == torch.float32
+
+
+def failed_gather(context: Context) -> None:
+    """It raises once: what frees blocks afterwards does not, and a later gather begins anew."""
+    parameter = nn.Parameter(torch.arange(6.0))
+    unit = GatheredUnit({parameter: "weight"}, context.group, torch.float32, "block")
+
+    def fail(work: Any, _what: str, _block: str) -> None:
+        work.wait()
+        raise RuntimeError("a rank has gone")
+
+    unit.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp.sharded.units.wait_for", fail)
+        with pytest.raises(RuntimeError, match="has gone"):
+            unit.wait()
+        unit.free()
+    assert isinstance(parameter, StandIn)
+    unit.start()
+    unit.wait()
+    assert parameter.tolist() == [0, 1, 2, 3, 4, 5]
+    unit.free()
+    assert unit.values.untyped_storage().size() == 0
+
+
+def test_a_gather_that_has_failed_raises_once(cpu_ranks):
+    cpu_ranks.run(2, failed_gather)
 
 
 def test_memory_comes_and_goes(cpu_ranks):

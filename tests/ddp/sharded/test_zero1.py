@@ -26,6 +26,7 @@ def test_what_is_sent(context: Context) -> None:
             loss.backward()
             started = [e.what for e in recorder.events if e.what == "reduce_scatter"]
             assert len(started) == len(model.units) > 2, "not while backward runs"
+            assert model.gradients.reductions == (step + 1) * len(model.units)
             model.finish_gradient_synchronization()
             recorder.events.clear()
             optimizer.step()

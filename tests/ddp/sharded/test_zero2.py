@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddp.sharded.zero2 import Zero2DDP
+from ddp.torch_compat import reduce_scatter
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp import test_accumulation, test_gradients, test_unused
 from tests.support.beside import numbers
@@ -19,11 +20,16 @@ BUCKET_MB = 4 * WIDTH * WIDTH / (1 << 20)
 class Counted(Zero2DDP):
     """Counts the flat buffers that are alive when one is about to be reduced."""
 
-    def receiver(self, flat, own):
+    def launch(self, unit):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ddp.sharded.base.reduce_scatter", self.scatter)
+            return super().launch(unit)
+
+    def scatter(self, own, flat, *arguments):
         alive = self.__dict__.setdefault("alive", weakref.WeakSet())
         alive.add(flat)
         self.most = max(getattr(self, "most", 0), len(alive))
-        return super().receiver(flat, own).fill_(torch.nan)
+        return reduce_scatter(own.fill_(torch.nan), flat, *arguments)
 
 
 @on_ranks(2)
