@@ -89,6 +89,18 @@ def test_losses_of_tokens_are_reduced_over_those_that_count(model):
     assert loss.item() == pytest.approx(sum(apart).item())
 
 
+def test_a_mean_over_the_batch_adds_up_entries(model):
+    """As PyTorch recommends for KLDivLoss, whose mean is not the divergence."""
+    x, targets = torch.randn(2, 3), torch.randn(2, 2).softmax(1)
+    kl = nn.KLDivLoss(reduction="batchmean")
+    outputs = model(x).log_softmax(1)
+    loss = PrivateCriterion(model, kl, "mean")(outputs, targets)
+    assert loss.item() == pytest.approx(kl(outputs, targets).item())
+    assert kl.reduction == "batchmean"
+    with pytest.raises(ValueError, match="both must be"):
+        PrivateCriterion(model, kl, "sum")
+
+
 def test_a_reduction_that_is_none_is_refused(model):
     with pytest.raises(ValueError, match="both must be"):
         PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "mean")
