@@ -100,6 +100,10 @@ class PrivateCriterion(nn.Module):
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes copies and pickles the user's criterion, as those of a model are its network."""
+        return _own, (self.criterion,)
+
     def for_model(self, model: Any) -> "PrivateCriterion":
         """Returns the same criterion for another model's outputs, as `engine.check` calls it."""
         return PrivateCriterion(model, self.criterion, self.loss_reduction)
@@ -152,3 +156,8 @@ class PrivateCriterion(nn.Module):
             return max(entries, 1)
         valid = target.view(losses.shape) != ignore_index
         return valid.flatten(1).sum(1).clamp_min(1)
+
+
+def _own(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns what a copy of a criterion is, which pickle finds by this function's name."""
+    return criterion

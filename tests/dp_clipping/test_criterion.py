@@ -1,6 +1,8 @@
 """Losses of a batch, one per sample: arithmetic, reductions, and what is refused."""
 
+import pickle
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -192,6 +194,9 @@ def test_it_takes_the_place_of_a_module():
     assert list(holder.state_dict()) == ["criterion.criterion.weight"]
     holder.double()
     assert weighted.weight.dtype == torch.float64
+    for copied in (deepcopy(holder).criterion, pickle.loads(pickle.dumps(holder.criterion))):
+        assert type(copied) is nn.CrossEntropyLoss, "as a model's copy is its network"
+        assert copied is not weighted
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -625,7 +625,7 @@ ROWS = [
      "if self._backwards and not self._backwards & (self._backwards - 1):",
      "if self._backwards == 1:", OF_TENSOR, "part_of_its_input"),
     ("bounds stay on their rank", "distributed/norm_reduce.py",
-     "counted.bounds(), shared", "counted.bounds() * counts_shared, shared", RANKS, "tensor"),
+     "counted.bounds(), *self", "counted.bounds() * counts_shared, *self", RANKS, "tensor"),
     ("shards add up over no ranks", "distributed/gradient_reduce.py",
      "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", RUNS_ON_RANKS,
      "fsdp2"),
