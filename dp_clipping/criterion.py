@@ -23,7 +23,7 @@ class PrivateCriterion(nn.Module):
     `criterion.reduction` is `"none"` during the call. What comes back is [B]; [B, ...] or, with
     `shape=(B, T, ...)` of the outputs before they were flattened, [B·T], is reduced over a sample's
     own entries: the mean (over targets that are not `ignore_index`, where the criterion has one) or
-    the sum.
+    the sum, as for `nn.KLDivLoss(reduction="batchmean")` too.
 
     It is a module, so that it can take the place of one: `self.criterion = criterion`. The user's
     is its child, and moves with it; the private model is not.
@@ -37,7 +37,7 @@ class PrivateCriterion(nn.Module):
 
     def __init__(self, model: Any, criterion: Callable[..., Tensor], reduction: str):
         own = getattr(criterion, "reduction", reduction)
-        if own != reduction:
+        if own != reduction and (own, reduction) != ("batchmean", "mean"):
             raise ValueError(
                 f"loss_reduction is {reduction!r} and criterion.reduction {own!r}: both must be "
                 "'mean' or both 'sum', as in make_private(criterion=nn.CrossEntropyLoss("
@@ -45,6 +45,7 @@ class PrivateCriterion(nn.Module):
             )
         super().__init__()
         self.criterion, self.loss_reduction = criterion, reduction
+        self._adds_entries = reduction == "sum" or own == "batchmean"
         self.__dict__["model"] = model
         of_rows = partial(Batch, batch_first=True)
         self._carried = Carried(State(criterion), self._again, of_rows)
@@ -99,6 +100,10 @@ class PrivateCriterion(nn.Module):
         self._shapes.note((args, kwargs), expected)
         return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes copies and pickles the user's criterion, as those of a model are its network."""
+        return _own, (self.criterion,)
+
     def for_model(self, model: Any) -> "PrivateCriterion":
         """Returns the same criterion for another model's outputs, as `engine.check` calls it."""
         return PrivateCriterion(model, self.criterion, self.loss_reduction)
@@ -118,9 +123,8 @@ class PrivateCriterion(nn.Module):
             losses = losses.view(shape[0], shape[1])
         if losses.dim() < 2:
             return losses
-        counted = self._counted(losses, args, kwargs)
         total = losses.flatten(1).sum(1)
-        return total if self.loss_reduction == "sum" else total / counted
+        return total if self._adds_entries else total / self._counted(losses, args, kwargs)
 
     @torch.no_grad()
     def _again(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -152,3 +156,8 @@ class PrivateCriterion(nn.Module):
             return max(entries, 1)
         valid = target.view(losses.shape) != ignore_index
         return valid.flatten(1).sum(1).clamp_min(1)
+
+
+def _own(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns what a copy of a criterion is, which pickle finds by this function's name."""
+    return criterion

@@ -17,6 +17,10 @@ LOWEST_OF_OPACUS = 0.2
 HIGHEST = 1e6
 """Largest σ that is searched for."""
 
+MOST_BELOW = 0.01
+"""The part of a target that ε may be below it, however large the tolerance: at a target of 0.01
+one of 0.01 would take any σ, and σ is doubled until it is large enough."""
+
 PRECISION = 1e-9
 """Relative width of σ at which a search ends, whatever the tolerance."""
 
@@ -85,7 +89,8 @@ def noise_multiplier_for(
         sample_rate: probability of a sample to be in a step's batch.
         steps: the number of steps of the whole training.
         accountant: `"pld"`, `"prv"` or `"rdp"`.
-        epsilon_tolerance: the search ends when ε is at most this far below its target.
+        epsilon_tolerance: the search ends when ε is at most this far below its target, and, but for
+            Opacus's accountants, at most a hundredth of it.
         alphas: Rényi orders that accountant `"rdp"` tries; default: Opacus's.
         mechanism: what a step releases.
 
@@ -145,7 +150,7 @@ def _search(
     of: Epsilon, lowest: float, target: float, delta: float, rate: float, steps: int,
     tolerance: float,
 ) -> float:  # fmt: skip
-    """Returns σ whose ε is at most `tolerance` below its target.
+    """Returns σ whose ε is at most `tolerance`, and a hundredth of it, below its target.
 
     log ε is almost linear in log σ, so the next σ is where a line between the two ends crosses the
     middle of the tolerance; and it halves the interval where the line has moved one end twice.
@@ -166,9 +171,10 @@ def _search(
     if low == lowest and (above := epsilon(low)) <= target:
         raise ValueError(NO_NOISE.format(target=target, lowest=lowest, most=above))
     moved, is_stuck = None, False
+    tolerance = min(tolerance, MOST_BELOW * target)
     while found < target - tolerance and high / low > 1 + PRECISION:
         share = 0.5
-        if not is_stuck and 0 < found < above < math.inf and target > tolerance / 2:
+        if not is_stuck and 0 < found < above < math.inf:
             share = math.log(above / (target - tolerance / 2)) / math.log(above / found)
         middle = low * (high / low) ** min(0.95, max(0.05, share))
         at = epsilon(middle)

@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 def is_sharded(run: PrivateRun) -> bool:
     """Returns whether the model's parameters lie in parts on several ranks. Every rank calls it."""
-    return any(dtensor.is_sharded(x) for x in run.model.network.state_dict().values())
+    return any(dtensor.is_sharded(x) for x in run.model.network.state_dict(keep_vars=True).values())
 
 
 # ---- out of a run --------------------------------------------------------------------------------

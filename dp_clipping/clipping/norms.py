@@ -156,6 +156,21 @@ class Norms:
         """Returns squared norms of each group: [K, B]."""
         return self._by_group(self._not_negative())
 
+    def of_each(self, records: Sequence[Any]) -> Tensor:
+        """Returns squared norms of each parameter, and of what is taken together: [n + 1, B].
+
+        Gram matrices of layers with one input are multiplied together, and that may be another
+        choice of layers on another rank: what they have taken is added up in the last row.
+        """
+        places = {record: place for place, record in enumerate(records)}
+        part = self.only(places)
+        values = part._not_negative()
+        kinds = zip(part._records, part._errors, strict=False)
+        rows = tuple([len(records) if error else places[one] for one, (error, _) in kinds])
+        index = self._tensor(rows or (len(records),), torch.int64, values.device)
+        total = values.new_zeros(len(records) + 1, values.shape[1])
+        return total.index_add_(0, index, values)
+
     def bounds(self) -> Tensor:
         """Returns upper bounds of the squared norms of what will be summed: [K, B]."""
         bound = self._not_negative()

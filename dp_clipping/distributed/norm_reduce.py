@@ -39,6 +39,7 @@ from torch.profiler import record_function
 NORM_REDUCTIONS = ("sync", "async", "layerwise")
 SAME_LOSS = 1e-3  # losses of one sample on two ranks are this close; those of two samples are not
 DIFFERS = 1e-3  # relative; replicas of one norm differ by rounding, far less
+SMALL = 1e-8  # of a sample's squared norm: so little may differ wholly, as where terms cancel
 NONE = 1e-32  # squared norms that are nothing beside any C: float32 rounds the smallest coarsely
 PARAMETERS_PER_PARTIAL_SUM = 16  # parameters to a partial sum: an 8B Llama, 291 of them, has 19
 
@@ -284,13 +285,11 @@ class SplitNorms:
 
     Attributes:
         is_split: ranks have parts of the norms, to be summed before clipping.
-        differ: on the device, whether ranks differed in what all have whole; None before `unpack`.
     """
 
     def __init__(self, reducer: NormReducer, sharding: Any):
         self._reducer, self._sharding = reducer, sharding
         self.is_split = reducer.splits_parameters
-        self.differ: Tensor | None = None
 
     def table(self, norms: Any, parameters: Iterable[Any]) -> Tensor:
         """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].
@@ -304,18 +303,47 @@ class SplitNorms:
         every, whole = set(parameters), self._shared(parameters)
         counted = norms.only(every if counts_shared else every - whole)
         shared = norms.only(whole).squared()
-        # Weights of this rank, each of which adds up to zero over the axis.
-        angle = 2 * pi * self._reducer.tensor.rank / self._reducer.tensor.size
-        across, along = cos(angle), sin(angle)
-        rows = counted.squared(), counted.bounds(), shared, across * shared, along * shared
-        return torch.stack(rows)
+        return torch.stack([counted.squared(), counted.bounds(), *self._weighted(shared)])
 
     def unpack(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """Returns squared norms and upper bounds [K, B] from the sum of all tables [5, K, B]."""
         squares, bounds, shared, across, along = total
         differs = across.abs() + along.abs() > DIFFERS * shared + NONE
-        self.differ = differs.any() if self.differ is None else self.differ | differs.any()
         return squares, torch.where(differs, torch.inf, bounds)
+
+    def refuse_differences(self, norms: Any, parameters: Iterable[Any]) -> None:
+        """Raises RuntimeError on every rank if a parameter that all have whole is not the same.
+
+        In the sums of `table` a parameter with a small part of the norm hides behind the others.
+        Here each has a sum of its own, which takes a collective that blocks.
+
+        Args:
+            norms: the `clipping.norms.Norms` of the batch.
+            parameters: all trainable ones, the same on every rank.
+        """
+        whole = sorted(self._shared(parameters), key=lambda one: one.number)
+        if not whole:
+            return
+        total = norms.squared().sum(0, keepdim=True)
+        table = torch.cat([total, *self._weighted(norms.of_each(whole))])
+        what = f"squared norms of {len(whole)} parameters that are not split"
+        table = self._reducer.tensor.sum(self._reducer.exchanged(table), what, "sync").wait()
+        shared, across, along = table[1:].chunk(3)
+        differs = across.abs() + along.abs() > DIFFERS * shared + SMALL * table[0] + NONE
+        found = differs.any(1).tolist()
+        if any(found):
+            names = [one.name for one, is_other in zip(whole, found, strict=False) if is_other]
+            raise RuntimeError(
+                f"{', '.join(names[:3]) or 'a parameter'}: not split over the tensor-parallel axis "
+                "and with other per-sample gradients on each of its ranks, because the module is "
+                "given a part of its input there (a norm over the heads that a rank has, say), so "
+                "no rank knows the gradient; freeze it, or let the plan gather its input"
+            )
+
+    def _weighted(self, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns squared norms, and two multiples whose sums are 0 where ranks have the same."""
+        angle = 2 * pi * self._reducer.tensor.rank / self._reducer.tensor.size
+        return shared, cos(angle) * shared, sin(angle) * shared
 
     def _shared(self, parameters: Iterable[Any]) -> set[Any]:
         """Returns the parameters that all ranks of the tensor axis have whole."""

@@ -73,7 +73,7 @@ class ForwardBackward:
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
-        self._samples_are_checked = False
+        self._backwards = 0  # of samples, under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
@@ -257,8 +257,9 @@ class ForwardBackward:
             clip_norms: called for C_k of each clipping group when a step opens.
 
         Raises:
-            RuntimeError: in the first backward, if ranks of a tensor-parallel axis have different
-                samples, or different gradients of a parameter that each of them has whole.
+            RuntimeError: if ranks of a tensor-parallel axis have different samples, found in the
+                first backward, or different gradients of a parameter that each of them has whole,
+                found in backwards 1, 2, 4, 8, ...
         """
         state = self.state
         if private_step is not state.pending:
@@ -341,8 +342,8 @@ class ForwardBackward:
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
     ) -> BatchNorms:
         reducer = self.context.reducer
-        is_first = reducer.splits_parameters and not self._samples_are_checked
-        if is_first:
+        self._backwards += reducer.splits_parameters
+        if self._backwards == 1:
             reducer.check_same_samples(losses)
         mark = Mark(self._carried.state)
         try:
@@ -358,16 +359,10 @@ class ForwardBackward:
             with self.state.refused_together():
                 for check in private_step.checks:
                     check()
-        if is_first:
-            differ = private_step.work.norms.split.differ
-            if differ is not None and bool(differ):
-                raise RuntimeError(
-                    "a parameter that is not split over the tensor-parallel axis has other "
-                    "per-sample gradients on each of its ranks: its module is given a part of its "
-                    "input there (a norm over the heads that a rank has, say), so no rank knows "
-                    "its gradient; freeze it, or let the plan gather its input"
-                )
-            self._samples_are_checked = True
+        if self._backwards and not self._backwards & (self._backwards - 1):
+            # Not only in the first: LoRA's A has no gradient there.
+            taken = private_step.work.norms
+            taken.split.refuse_differences(taken.table, self.capture.trained)
         return norms
 
     def recover(self) -> None:

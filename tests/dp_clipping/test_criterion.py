@@ -1,6 +1,8 @@
 """Losses of a batch, one per sample: arithmetic, reductions, and what is refused."""
 
+import pickle
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -87,6 +89,18 @@ def test_losses_of_tokens_are_reduced_over_those_that_count(model):
     ]
     torch.testing.assert_close(loss.loss_per_sample, torch.stack(apart))
     assert loss.item() == pytest.approx(sum(apart).item())
+
+
+def test_a_mean_over_the_batch_adds_up_entries(model):
+    """As PyTorch recommends for KLDivLoss, whose mean is not the divergence."""
+    x, targets = torch.randn(2, 3), torch.randn(2, 2).softmax(1)
+    kl = nn.KLDivLoss(reduction="batchmean")
+    outputs = model(x).log_softmax(1)
+    loss = PrivateCriterion(model, kl, "mean")(outputs, targets)
+    assert loss.item() == pytest.approx(kl(outputs, targets).item())
+    assert kl.reduction == "batchmean"
+    with pytest.raises(ValueError, match="both must be"):
+        PrivateCriterion(model, kl, "sum")
 
 
 def test_a_reduction_that_is_none_is_refused(model):
@@ -180,6 +194,9 @@ def test_it_takes_the_place_of_a_module():
     assert list(holder.state_dict()) == ["criterion.criterion.weight"]
     holder.double()
     assert weighted.weight.dtype == torch.float64
+    for copied in (deepcopy(holder).criterion, pickle.loads(pickle.dumps(holder.criterion))):
+        assert type(copied) is nn.CrossEntropyLoss, "as a model's copy is its network"
+        assert copied is not weighted
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -66,6 +66,7 @@ TILES = "tests/dp_clipping/kernels/launch/test_tiles.py"
 WHOLE_BATCH = "tests/dp_clipping/layers/vmap/test_whole_batch.py"
 RELATIVE = "tests/dp_clipping/layers/vmap/test_relative_positions.py"
 VMAP_TRIAL = "tests/dp_clipping/capture/test_vmap_trial.py"
+OF_TENSOR = "tests/dp_clipping/layers/test_tensor_parallel.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 LAYOUTS = "tests/dp_clipping/capture/test_layout_search.py"
@@ -618,8 +619,13 @@ ROWS = [
     ("ranks that differ are not noticed", "distributed/norm_reduce.py",
      "return squares, torch.where(differs, torch.inf, bounds)", "return squares, bounds",
      "tests/dp_clipping/distributed/test_split_norms.py"),
+    ("ranks that differ in a small gradient are not noticed", "distributed/norm_reduce.py",
+     "DIFFERS * shared + SMALL * table[0]", "DIFFERS * table[0]", OF_TENSOR, "part_of_its_input"),
+    ("ranks are compared in the first backward alone", "step/forward_backward.py",
+     "if self._backwards and not self._backwards & (self._backwards - 1):",
+     "if self._backwards == 1:", OF_TENSOR, "part_of_its_input"),
     ("bounds stay on their rank", "distributed/norm_reduce.py",
-     "counted.bounds(), shared", "counted.bounds() * counts_shared, shared", RANKS, "tensor"),
+     "counted.bounds(), *self", "counted.bounds() * counts_shared, *self", RANKS, "tensor"),
     ("shards add up over no ranks", "distributed/gradient_reduce.py",
      "self._sums[parameter].add_(shard.view_as(self._sums[parameter]))", "pass", RUNS_ON_RANKS,
      "fsdp2"),

@@ -47,10 +47,10 @@ def test_orders_and_tolerance_are_those_of_opacus():
 @pytest.mark.parametrize(
     ("of", "most"),
     [
-        (lambda s: 5 / s, 10),
-        (lambda s: 5 / s + 3 / s**2, 10),
+        (lambda s: 5 / s, 11),
+        (lambda s: 5 / s + 3 / s**2, 11),
         (lambda s: math.expm1(3 / s), 12),
-        (lambda s: max(0.0, 5 / s - 0.1), 11),
+        (lambda s: max(0.0, 5 / s - 0.1), 13),
         (lambda s: 30 / s**2 if s > 0.5 else math.inf, 12),
         (lambda s: 20.0 if s < 3 else 0.04, 70),  # a jump, so σ is determined and not ε
     ],
@@ -70,6 +70,6 @@ def test_the_search_of_a_mechanism_ends_below_its_target_soon(of, most, target):
         mechanism=Mechanism(name="made up", epsilon=epsilon),
     )  # fmt: skip
     assert of(sigma) <= target
-    assert of(sigma) >= target - 0.01 or of(sigma * (1 - 1e-8)) > target
+    assert of(sigma) >= target - 0.01 * min(1, target) or of(sigma * (1 - 1e-8)) > target
     assert len(asked) <= most
     assert (0.2 in asked) == (of(0.4) <= target)  # what takes longest, only where it is needed

@@ -22,5 +22,4 @@ def test_no_sample_is_kept_where_ranks_differ(context) -> None:
         found, norms = SplitNorms(reducer, SimpleNamespace(parts=parts)), Norms(1, torch.zeros(2))
         norms.add(shared, Norm(torch.tensor([4.0 + added, 4.0])))
         _, bounds = found.unpack(reducer.reduce(found.table(norms, [shared])).wait())
-        assert found.differ == differ
         assert bounds.isinf()[0, 0] == differ

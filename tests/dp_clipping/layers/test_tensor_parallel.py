@@ -205,15 +205,16 @@ def test_other_layouts_are_refused_by_name(context: Context) -> None:
 
 
 class HeadNorm(nn.Module):
-    """A norm over each head, which a rank applies to the heads that it has."""
+    """A norm over each head, which a rank applies to the heads that it has, beside a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: float = 1.0) -> None:
         super().__init__()
         self.wide, self.head, self.narrow = (nn.Linear(6, 8), nn.RMSNorm(4), nn.Linear(8, 3))
+        self.last, self.beside = nn.Linear(6, 3), beside
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.wide(x).unflatten(-1, (-1, 4))
-        return self.narrow(self.head(heads).flatten(-2))
+        return self.narrow(self.head(heads).flatten(-2)) + self.beside * self.last(x)
 
 
 @on_ranks(2)
@@ -223,8 +224,19 @@ def test_a_shared_parameter_of_a_part_of_its_input_is_refused(context: Context) 
     batch = zoo.numbers(4, 5, 6, out=(5, 3))
     for how, mode in product(NORM_REDUCTIONS, MODES):
         model = private(parallelize_module(HeadNorm(), mesh, plan), mode, norm_reduction=how)
-        with pytest.raises(RuntimeError, match="not split over the tensor-parallel axis"):
+        with pytest.raises(RuntimeError, match=r"^head.weight: not split over the tensor-parallel"):
             private_loss(model, batch, zoo.product).backward()
+    network = parallelize_module(HeadNorm(beside=100.0), mesh, plan)  # of most of the norm
+    model, narrow = private(network, MODES[0], norm_reduction="async"), network.narrow.weight
+    begin = narrow.to_local().clone()
+    with torch.no_grad():
+        narrow.to_local().zero_()
+    private_loss(model, batch, zoo.product).backward()  # head.weight has no gradient yet
+    model.clear_gradients()
+    with torch.no_grad():
+        narrow.to_local().copy_(begin)
+    with pytest.raises(RuntimeError, match=r"^head.weight: not split over the tensor-parallel"):
+        private_loss(model, batch, zoo.product).backward()
     network = HeadNorm()
     network.head.requires_grad_(False)
     step(parallelize_module(network, mesh, plan), batch)

@@ -301,12 +301,12 @@ def test_all_runs(cpu_ranks, layout, name, microbatch):
 
 GO_ON = [  # the layouts before and after, and options
     ("ddp_individual_v2", "ddp_individual_v2", "in bfloat16"), ("zero1", "fsdp", "poisson"),
-    ("ddp_bucketed", "zero2", "cyclic"),
+    ("fsdp", "zero2", "cyclic"),
     ("fsdp2 on four", "fsdp2 block", "adaptive"), ("fsdp2 x tensor", "fsdp2 block", "correlated"),
     (None, "tensor", "poisson"),
 ]  # fmt: skip
 MORE_GO_ON = [
-    ("copy engine", "copy engine", "in bfloat16"), ("fsdp", "zero2", "poisson"),
+    ("copy engine", "copy engine", "in bfloat16"), ("ddp_bucketed", "zero2", "cyclic"),
     ("zero2", "ddp_bucketed", "poisson"),
     ("ddp_bucketed", "zero2", "drawn examples"),
     ("ddp_bucketed", "zero2", "truncated"), ("ddp_bucketed", "zero2", "balls in bins"),
