@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ddp_by_hand.measure.bars import draw_steps, finish_bars, write_behind, write_reason
 from ddp_by_hand.measure.picture import (
-    FAINT,
     INK,
-    frame,
-    name_rows,
     new_figure,
     save_picture,
     shorten,
@@ -45,12 +43,11 @@ def draw_comparison(
     subtitle: str,
     baseline: str | None = None,
     reference: str | None = None,
-    spread: str = "10th to 90th percentile",
 ) -> None:
     """Writes the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
 
     A row has `label`, `status` and `reason`; one that is ok has also `samples_ms` (steps),
-    `median_ms`, `low_ms` to `high_ms` (what `spread` names), `exposed_ms` (or None),
+    `median_ms`, `low_ms` to `high_ms` (percentiles 10 and 90), `exposed_ms` (or None),
     `ratio_to_baseline` and `ratio_to_reference` as (value, low, high) (or None), and
     `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the baseline's
     median is drawn as a line behind all bars. Memory is in MiB.
@@ -60,12 +57,12 @@ def draw_comparison(
     limit = _time_limit(rows)
     for position, row in enumerate(rows):
         if _is_ok(row):
-            _draw_bar(times, position, row, limit)
-            _write_ratios(times, position, row, limit, baseline, reference)
+            end, beyond = _draw_bar(times, position, row, limit)
+            _write_ratios(times, position, row, end + 0.012 * limit, beyond, baseline, reference)
             _draw_memory(memory, position, row)
         else:
-            _write_failure(times, position, row, limit)
-    _finish_times(times, rows, limit, spread)
+            write_reason(times, position, limit, describe_failure(row))
+    _finish_times(times, rows, limit)
     _finish_memory(memory, rows)
     floor = baseline if _draw_floor_line(times, rows, baseline) else None
     exposed = any(row.get("exposed_ms") is not None for row in rows)
@@ -83,10 +80,6 @@ def _layout(rows: Sequence[dict], title: str, lines: list[str]):
     bottom, top = _FOOT / height, 1 - head / height
     times = figure.add_axes((0.2, bottom, right - 0.2, top - bottom))
     memory = figure.add_axes((0.85, bottom, 0.135, top - bottom)) if has_memory else None
-    for axes in [times] if memory is None else [times, memory]:
-        axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
-        frame(axes, "bottom")
-        axes.set_yticks([])
     return figure, times, memory
 
 
@@ -98,62 +91,31 @@ def _time_limit(rows: Sequence[dict]) -> float:
     return 1.03 * float(max(ends, default=1.0))
 
 
-def _draw_bar(axes, position: int, row: dict, limit: float) -> None:
-    """Draws the two parts of a bar, the raw steps as dots, the spread as a line."""
+def _draw_bar(axes, position: int, row: dict, limit: float) -> tuple[float, int]:
+    """Draws the two parts of a bar, the raw steps as dots, the spread as a line.
+
+    Returns where the row's last mark is, and how many steps lie beyond the limit.
+    """
     median = row["median_ms"]
     exposed = min(max(row.get("exposed_ms") or 0.0, 0.0), median)
     axes.barh(position, median - exposed, height=0.62, color=_FLOOR)
     axes.barh(position, exposed, left=median - exposed, height=0.62, color=_EXPOSED)
-    samples = _samples(row)
-    shown = samples[samples <= limit]
-    jitter = np.random.default_rng(position).uniform(-0.24, 0.24, shown.size)
-    axes.plot(shown, position + jitter, ".", ms=2.6, mew=0, color=INK, alpha=0.5)
+    last, beyond = draw_steps(axes, position, _samples(row), limit)
     low, high = row["low_ms"], row["high_ms"]
     axes.plot([low, high], [position] * 2, color=INK, lw=1.3)
     axes.plot([low, high], [position] * 2, "|", color=INK, ms=7, mew=1.3)
+    return max(median, high, last), beyond
 
 
-def _write_failure(axes, position: int, row: dict, limit: float) -> None:
-    """Writes status and reason where the bar would be."""
-    text = "\n".join(wrap(describe_failure(row)))
-    axes.text(
-        0.012 * limit,
-        position,
-        text,
-        size=9,
-        style="italic",
-        color=FAINT,
-        va="center",
-        parse_math=False,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-    )
-
-
-def _write_ratios(axes, position, row, limit, baseline, reference) -> None:
+def _write_ratios(axes, position, row, x, beyond, baseline, reference) -> None:
     """Writes median and ratios at the bar's end, right of every dot of the row."""
-    samples = _samples(row)
-    end = max(row["median_ms"], row["high_ms"], samples[samples <= limit].max(initial=0.0))
-    beyond = int((samples > limit).sum())
     to_baseline = _ratio_text(row.get("ratio_to_baseline"), baseline, row["label"])
     to_reference = _ratio_text(row.get("ratio_to_reference"), reference, row["label"], doubt=True)
     details = [to_baseline] if to_baseline else []
     details += [f"{_OFF_SCALE} {beyond}"] if beyond else []
-    x = end + 0.012 * limit
     y = position - 0.16 if to_reference else position
-    style = {"va": "center", "color": INK, "parse_math": False}
-    median = axes.text(
-        x, y, f"{three_digits(row['median_ms'])} ms", size=9.5, weight="bold", **style
-    )
-    axes.annotate(
-        "  ".join(details),
-        (1, 0.5),
-        xycoords=median,
-        xytext=(5, 0),
-        textcoords="offset points",
-        size=8.5,
-        **style,
-    )
-    axes.text(x, position + 0.2, to_reference, size=8.5, **style)
+    write_behind(axes, x, y, f"{three_digits(row['median_ms'])} ms", "  ".join(details))
+    axes.text(x, position + 0.2, to_reference, size=8.5, va="center", color=INK, parse_math=False)
 
 
 def _ratio_text(ratio, other: str | None, label: str, doubt: bool = False) -> str:
@@ -174,25 +136,24 @@ def _draw_memory(axes, position: int, row: dict) -> None:
     )
 
 
-def _finish_times(axes, rows: Sequence[dict], limit: float, spread: str) -> None:
+def _finish_times(axes, rows: Sequence[dict], limit: float) -> None:
     """Labels rows and time axis; the axis is wider than the bars, to leave room for the ratios."""
-    axes.set_xlim(0, _TEXT_ROOM * limit)
-    measured = any(_is_ok(row) for row in rows)
-    axes.set_xticks([tick for tick in axes.get_xticks() if measured and 0 <= tick <= limit])
-    name_rows(axes, [row["label"] for row in rows])
-    note = f"step time in ms: bar = median, dots = steps, |–| = {spread}"
+    note = "step time in ms: bar = median, dots = steps, |–| = 10th to 90th percentile"
     if any((_samples(row) > limit).any() for row in rows):
         note += f", {_OFF_SCALE} n = n slower steps off the scale"
-    axes.set_xlabel(note if measured else "", size=8.5, color=FAINT, loc="left")
+    measured = any(_is_ok(row) for row in rows)
+    finish_bars(axes, [row["label"] for row in rows], limit, _TEXT_ROOM, note if measured else "")
+    if not measured:
+        axes.set_xticks([])
 
 
 def _finish_memory(axes, rows: Sequence[dict]) -> None:
     if axes is None:
         return
-    axes.set_xlim(0, 1.9 * max(1.0, *(_memory(row) or 0.0 for row in rows)))
+    limit = max(1.0, *(_memory(row) or 0.0 for row in rows))
+    finish_bars(axes, [""] * len(rows), limit, 1.9, "peak memory")
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlabel("peak memory", size=8.5, color=FAINT, loc="left")
 
 
 def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:

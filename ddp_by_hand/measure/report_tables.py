@@ -12,6 +12,7 @@ from ddp_by_hand.measure.runs import (
     STEP,
     Cell,
     beside,
+    memory_beside,
     ratio_beside,
     varying,
 )
@@ -205,9 +206,7 @@ def memory_table(cells: Sequence[Cell]) -> Table:
         row = _row(cell) | {key: cell.facts.get(key) for key in ("collectives", "bytes")}
         row |= {"peak": cell.peak_memory_mb, "error": _error(cell)}
         for name, value, heading in against:
-            other = beside(cells, cell, name, value)
-            if other is not None and cell.peak_memory_mb and other.peak_memory_mb:
-                row[f"peak {heading}"] = cell.peak_memory_mb / other.peak_memory_mb
+            row[f"peak {heading}"] = memory_beside(cell, beside(cells, cell, name, value))
         rows.append(row)
     columns = [
         Column("peak", "peak MiB", ",.0f", right=True),
@@ -249,6 +248,12 @@ def ran_as(cell: Cell) -> str | None:
     """Returns the mode that the cell ran as, if that is not the mode it is called."""
     found = cell.facts.get("ran_as")
     return None if found == cell.names.get("mode") else found
+
+
+def say_ran_as(cells: Sequence[Cell]) -> list[str]:
+    """Says of each mode that ran as another which that was: `flash_fsdp ran as ghost_fsdp`."""
+    pairs = dict.fromkeys((cell.names["mode"], ran_as(cell)) for cell in cells if ran_as(cell))
+    return [f"{mode} ran as {reference}" for mode, reference in pairs]
 
 
 def milliseconds(value: float) -> str:

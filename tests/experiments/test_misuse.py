@@ -43,7 +43,7 @@ ROWS = {  # words -> a pattern of what is said
         "--norm-algorithm width": "give --use-flash too",
     },
     "llama_fsdp": {
-        "--redraw . --dry-run": "--redraw writes", "--redraw no/such/folder": "no result there",
+        "--redraw . --dry-run": "--redraw writes", "--redraw no/such/folder": "no such folder",
         f"{ONE} --seq-lengths 32": "leave --seq-lengths out",
         f"{ONE} --rounds 2": "leave --rounds out", f"{ONE} --modes no_dp": "leave --modes out",
         "--modes ghost": "flash_bookkeeping_fsdp", "--mode no_dp": "needs both",
