@@ -8,6 +8,7 @@ right, where it is known, peak memory. A row that has no time says why, in words
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from ddp_by_hand.measure.picture import (
     wrap,
 )
 from ddp_by_hand.measure.results import OK
+from ddp_by_hand.measure.statistics import summarize
 from ddp_by_hand.measure.table import describe_failure
 
 _FLOOR = "#8CC5E8"
@@ -47,10 +49,9 @@ def draw_comparison(
     """Writes the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
 
     A row has `label`, `status` and `reason`; one that is ok has also `samples_ms` (steps),
-    `median_ms`, `low_ms` to `high_ms` (percentiles 10 and 90), `exposed_ms` (or None),
-    `ratio_to_baseline` and `ratio_to_reference` as (value, low, high) (or None), and
-    `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the baseline's
-    median is drawn as a line behind all bars. Memory is in MiB.
+    `exposed_ms` (or None), `ratio_to_baseline` and `ratio_to_reference` as (value, low, high) (or
+    None), and `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the
+    baseline's median is drawn as a line behind all bars. Memory is in MiB.
     """
     lines = wrap(subtitle, _SUBTITLE_LENGTH, lines=3)
     figure, times, memory = _layout(rows, title, lines)
@@ -85,9 +86,7 @@ def _layout(rows: Sequence[dict], title: str, lines: list[str]):
 
 def _time_limit(rows: Sequence[dict]) -> float:
     """Returns the right end of the bars' region in ms, which single slow steps do not move."""
-    measured = [row for row in rows if _is_ok(row)]
-    ends = [end for row in measured for end in (row["median_ms"], row["high_ms"])]
-    ends += [np.quantile(_samples(row), 0.95) for row in measured if _samples(row).size]
+    ends = [np.quantile(row["samples_ms"], 0.95) for row in rows if _is_ok(row)]
     return 1.03 * float(max(ends, default=1.0))
 
 
@@ -96,15 +95,14 @@ def _draw_bar(axes, position: int, row: dict, limit: float) -> tuple[float, int]
 
     Returns where the row's last mark is, and how many steps lie beyond the limit.
     """
-    median = row["median_ms"]
-    exposed = min(max(row.get("exposed_ms") or 0.0, 0.0), median)
-    axes.barh(position, median - exposed, height=0.62, color=_FLOOR)
-    axes.barh(position, exposed, left=median - exposed, height=0.62, color=_EXPOSED)
-    last, beyond = draw_steps(axes, position, _samples(row), limit)
-    low, high = row["low_ms"], row["high_ms"]
-    axes.plot([low, high], [position] * 2, color=INK, lw=1.3)
-    axes.plot([low, high], [position] * 2, "|", color=INK, ms=7, mew=1.3)
-    return max(median, high, last), beyond
+    step = summarize(row["samples_ms"])
+    exposed = min(max(row.get("exposed_ms") or 0.0, 0.0), step.median)
+    rest = step.median - exposed
+    axes.barh(position, rest, height=0.62, color=_FLOOR)
+    axes.barh(position, exposed, left=rest, height=0.62, color=_EXPOSED)
+    last, beyond = draw_steps(axes, position, row["samples_ms"], limit)
+    axes.plot([step.p10, step.p90], [position] * 2, "|-", color=INK, lw=1.3, ms=7, mew=1.3)
+    return max(step.median, step.p90, last), beyond
 
 
 def _write_ratios(axes, position, row, x, beyond, baseline, reference) -> None:
@@ -114,7 +112,7 @@ def _write_ratios(axes, position, row, x, beyond, baseline, reference) -> None:
     details = [to_baseline] if to_baseline else []
     details += [f"{_OFF_SCALE} {beyond}"] if beyond else []
     y = position - 0.16 if to_reference else position
-    write_behind(axes, x, y, f"{three_digits(row['median_ms'])} ms", "  ".join(details))
+    write_behind(axes, x, y, f"{three_digits(median(row['samples_ms']))} ms", "  ".join(details))
     axes.text(x, position + 0.2, to_reference, size=8.5, va="center", color=INK, parse_math=False)
 
 
@@ -139,7 +137,7 @@ def _draw_memory(axes, position: int, row: dict) -> None:
 def _finish_times(axes, rows: Sequence[dict], limit: float) -> None:
     """Labels rows and time axis; the axis is wider than the bars, to leave room for the ratios."""
     note = "step time in ms: bar = median, dots = steps, |–| = 10th to 90th percentile"
-    if any((_samples(row) > limit).any() for row in rows):
+    if any(max(row["samples_ms"]) > limit for row in rows if _is_ok(row)):
         note += f", {_OFF_SCALE} n = n slower steps off the scale"
     measured = any(_is_ok(row) for row in rows)
     finish_bars(axes, [row["label"] for row in rows], limit, _TEXT_ROOM, note if measured else "")
@@ -158,10 +156,10 @@ def _finish_memory(axes, rows: Sequence[dict]) -> None:
 
 def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:
     """Draws the baseline's median behind all bars; returns whether there is one."""
-    medians = [row["median_ms"] for row in rows if row["label"] == baseline and _is_ok(row)]
-    if medians:
-        axes.axvline(medians[0], color=INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
-    return bool(medians)
+    found = [row["samples_ms"] for row in rows if row["label"] == baseline and _is_ok(row)]
+    if found:
+        axes.axvline(median(found[0]), color=INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
+    return bool(found)
 
 
 def _write_key(figure, lines: list[str], baseline: str | None, exposed: bool) -> None:
@@ -211,11 +209,6 @@ def _sentence(floor: str | None, exposed: bool, reference: str | None) -> str:
 
 def _is_ok(row: dict) -> bool:
     return row.get("status", OK) == OK
-
-
-def _samples(row: dict) -> np.ndarray:
-    """Returns a row's step times in ms; none for a row that failed."""
-    return np.asarray(row.get("samples_ms") or [] if _is_ok(row) else [], dtype=float)
 
 
 def _memory(row: dict) -> float | None:
