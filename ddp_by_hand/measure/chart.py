@@ -20,6 +20,7 @@ from ddp_by_hand.measure.picture import (
     shorten,
     three_digits,
     wrap,
+    write_key,
 )
 from ddp_by_hand.measure.results import OK
 from ddp_by_hand.measure.statistics import summarize
@@ -178,16 +179,7 @@ def _write_key(figure, lines: list[str], baseline: str | None, exposed: bool) ->
         name = f"{shorten(_name(baseline), 14)}: the floor"
         handles.append(Line2D([], [], color=INK, lw=0.9, ls=(0, (4, 3)), label=name))
     if handles:
-        figure.legend(
-            handles=handles,
-            loc="upper left",
-            bbox_to_anchor=(0.004, 1 - below / figure.get_figheight()),
-            ncols=3,
-            frameon=False,
-            fontsize=9,
-            handlelength=1.6,
-            columnspacing=1.6,
-        )
+        write_key(figure, handles, below, columns=3)
 
 
 def _minus(baseline: str | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_by_hand.measure.bars import finish_bars
-from ddp_by_hand.measure.picture import FAINT, INK, new_figure, save_picture, wrap
+from ddp_by_hand.measure.picture import FAINT, INK, new_figure, save_picture, wrap, write_key
 
 COLOURS = {
     "parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#00664B",
@@ -61,9 +61,8 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
     is_measured = any(row["measured"] is not None for row in rows)
     if is_measured:
         handles.append(Line2D([], [], color=INK, lw=2, label="measured"))
-    figure.legend(handles=handles, loc="upper left", ncols=6, frameon=False, fontsize=8.8,
-                  bbox_to_anchor=(0.004, 1 - (head - 0.4) / height), handlelength=1.1,
-                  columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+    write_key(figure, handles, head - 0.4, columns=6, handlelength=1.1, columnspacing=1.2,
+              handletextpad=0.5)  # fmt: skip
     sentence = (
         "Upper bars are what is allocated at the predicted peak of a step, thin ones what is held "
         "after backward; sharding shortens them"

@@ -54,6 +54,20 @@ def new_figure(
     return figure
 
 
+def write_key(figure: Any, handles: Sequence, below: float, columns: int, **more: Any) -> None:
+    """Writes a figure's key, so many inches below its top; `more` are `legend`'s arguments."""
+    style = {"frameon": False, "fontsize": 8.8, "handlelength": 1.5, "columnspacing": 1.4}
+    figure.legend(
+        handles=handles, ncols=columns, loc="upper left",
+        bbox_to_anchor=(0.004, 1 - below / figure.get_figheight()), **style | more,
+    )  # fmt: skip
+
+
+def write_note(figure: Any, note: str) -> None:
+    """Writes a note at the bottom of a figure."""
+    figure.text(0.012, 0.06 / figure.get_figheight(), note, size=8, va="bottom", color=FAINT)
+
+
 def frame(axes: Any, *sides: str) -> None:
     """Draws the frame of the axes on these sides only, in grey."""
     for side in ("top", "right", "left", "bottom"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddp_by_hand.experiments.llama_fsdp.results import describe_run, good, on_gpu
-from ddp_by_hand.measure.picture import new_figure, wrap
+from ddp_by_hand.measure.picture import new_figure, wrap, write_key
 from ddp_by_hand.measure.runs import Cell
 
 COLOURS = {
@@ -28,12 +28,10 @@ def draw_key(figure: Any, entries: Sequence[tuple[str, list[str]]]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    figure.legend(
-        [tuple(Patch(color=colour) for colour in colours) for _, colours in entries],
-        [text for text, _ in entries],
+    write_key(
+        figure, [tuple(Patch(color=colour) for colour in colours) for _, colours in entries],
+        0.66, columns=2, labels=[text for text, _ in entries], handlelength=2.4, columnspacing=2.5,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper left", bbox_to_anchor=(0.004, 1 - 0.66 / figure.get_figheight()), ncols=2,
-        frameon=False, fontsize=8.5, handlelength=2.4, columnspacing=2.5,
     )  # fmt: skip
 
 
