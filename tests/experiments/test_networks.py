@@ -110,11 +110,12 @@ def test_the_picture_and_its_table(tmp_path, capsys):
         cells = [
             {"row": row, "variant": variant, "round": n, "config": {"batch": "2 x 3"},
              "status": "ok" if ms and n < 3 else "error",
-             "step_ms": [9.0, ms + n * (ms > 2), 1.0] if n < 3 else None,
+             **({"step_ms": [9.0, ms + n * (ms > 2), 1.0]} if ms and n < 3 else {}),
              "peak_memory_mb": 10 * ms, **({} if n else {"kernel_ms": ms})}
             for n in range(rounds) for row in (name, other) for variant, ms in medians.items()
         ]  # fmt: skip
-        path.write_text(json.dumps({"cells": cells}))
+        path = path.with_suffix(".json")
+        path.write_text(json.dumps({"schema_version": 1, "cells": cells}))
         return str(path)
 
     eager = run(tmp_path / "e", 4, ordinary=2.0, flash_bookkeeping=3.0, opacus_hooks=8.0)
@@ -126,7 +127,7 @@ def test_the_picture_and_its_table(tmp_path, capsys):
     line = f"| `vit_b16`, 2 × 3 | – | {medians} | 1.50 | 4.50 | – | 1.50 / 4.00 / – |"
     assert line in capsys.readouterr().out.split("\n")
     assert "0 of 2 networks" in read_picture(target).description
-    (tmp_path / "g").write_text("{}")
+    (tmp_path / "g.json").write_text("{}")
     assert picture.main(files) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
