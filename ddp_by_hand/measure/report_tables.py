@@ -1,6 +1,7 @@
 """Columns and rows of a report's tables: times and ratios, memory and exchange, failures."""
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 
 from ddp_by_hand.measure.growth import MIN_LENGTHS, Growth, fit_growth
@@ -17,7 +18,7 @@ from ddp_by_hand.measure.runs import (
     varying,
 )
 from ddp_by_hand.measure.statistics import Ratio, summarize
-from ddp_by_hand.measure.table import Column
+from ddp_by_hand.measure.table import Column, format_table
 
 Table = tuple[list[Column], list[dict]]
 _MIB = 1 << 20
@@ -130,6 +131,21 @@ def wide_legend(cells: Sequence[Cell]) -> str:
     """Returns the legend of the columns of `wide_table`."""
     parts = [PARTS_LEGEND] if any(len(cell.metrics) > 1 for cell in cells) else []
     return " ".join([time_legend(cells), *parts, memory_legend(cells)])
+
+
+def wide_report(
+    cells: Sequence[Cell], more: Callable[[Cell], dict] | None = None, legend: str = ""
+) -> str:
+    """Formats the wide table, how times grow with the length, and what the columns mean.
+
+    `more` is as for `wide_table`; `legend` explains what it adds.
+    """
+    growths = [
+        f"B = {batch}, {variant}: step time grows as {growth} (95 % interval)"
+        for (batch, variant), growth in growths_of(cells).items()
+    ]
+    words = textwrap.wrap(f"{wide_legend(cells)} {legend}", 100)
+    return "\n".join([format_table(*wide_table(cells, more)), *growths, "", *words])
 
 
 def growths_of(cells: Sequence[Cell]) -> dict[tuple[int, str], Growth]:

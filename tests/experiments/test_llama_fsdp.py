@@ -315,9 +315,9 @@ ALL = {
 
 def test_summary_has_ratios_of_each_length_and_failures():
     text = summarize_run(cells_like(ALL))
-    line = next(line for line in text.splitlines() if line.startswith("flash_fsdp"))
-    assert line.split()[1] == "163.8"
-    assert float(line.split()[4]) == pytest.approx(1.6)
+    line = next(line for line in text.splitlines() if line.startswith("1024    flash_fsdp"))
+    assert line.split()[2] == "163.8"
+    assert float(line.split()[5]) == pytest.approx(1.6)
     assert "  2 of 2  " in line
     assert "oom: no more" in text
     assert "8 x NVIDIA H200" in text
@@ -360,7 +360,7 @@ def test_reports_have_the_order_of_the_pictures_and_growth_needs_three_lengths()
     assert tuple(mode for mode in MODES if mode != "no_dp") == ORDER
     assert "grows" not in summarize_run(cells_like({"no_dp": 1.0}))
     text = summarize_run(cells_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
-    assert "no_dp: step time grows with the length as T^1.00" in text
+    assert "B = 1, no_dp: step time grows as T^1.00" in text
 
 
 @pytest.mark.parametrize(

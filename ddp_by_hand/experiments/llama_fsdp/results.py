@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 from ddp_by_hand.lm.runtime import Hardware
-from ddp_by_hand.measure import OK, SCHEMA_VERSION, cell_key, format_table, summarize
-from ddp_by_hand.measure.report_tables import (
-    growths_of,
-    milliseconds,
-    say_ran_as,
-    wide_legend,
-    wide_table,
-)
+from ddp_by_hand.measure import OK, SCHEMA_VERSION, cell_key, summarize
+from ddp_by_hand.measure.report_tables import milliseconds, say_ran_as, wide_report
 from ddp_by_hand.measure.runs import SECTION, Cell, cells_of, read_cells
 from ddp_by_hand.measure.words import counted
 
@@ -249,25 +242,15 @@ def describe_run(cells: Sequence[Cell]) -> str:
 
 
 def summarize_run(cells: Sequence[Cell]) -> str:
-    """Formats one table per sequence length, growth with the length, and the columns' meanings."""
-    lines = [f"Private training under FSDP2: {describe_run(cells)}", ""]
-    for length in lengths_of(cells):
-        own = [cell for cell in cells if cell.names[SECTION] == length]
-        table = format_table(*wide_table(own, _rest), title=f"{length} tokens per sample")
-        lines += [table, ""]
-    growths = [
-        f"{mode}: step time grows with the length as {growth}"
-        for (_, mode), growth in growths_of(cells).items()
-    ]
-    if growths:
-        lines += [*growths, "the exponents' 95 % intervals are wide where lengths are few", ""]
-    if references := say_ran_as(cells):
-        lines.append(f"{', '.join(references)}, in plain PyTorch: there were no fused kernels.")
+    """Formats a table of all cells, growth with the length, and the columns' meanings."""
     legend = (
-        f"{wide_legend(cells)} Forward backward: clipping and the exchange of sums included; noise "
-        "and AdamW are the rest. Batches of fixed size on random tokens: no epsilon is stated."
+        "Forward backward: clipping and the exchange of sums included; noise and AdamW are the "
+        "rest. Batches of fixed size on random tokens: no epsilon is stated."
     )
-    return "\n".join([*lines, *textwrap.wrap(legend, 100), ""])
+    if references := say_ran_as(cells):
+        legend += f" {', '.join(references)}, in plain PyTorch: there were no fused kernels."
+    title = f"Private training under FSDP2: {describe_run(cells)}"
+    return f"{title}\n\n{wide_report(cells, _rest, legend)}\n"
 
 
 def _rest(cell: Cell) -> dict[str, str]:
