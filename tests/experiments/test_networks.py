@@ -15,6 +15,7 @@ from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_m
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import failure_of, training_of
 from ddp_by_hand.experiments.rounds import report
+from ddp_by_hand.experiments.training import ClassifierTraining
 from ddp_by_hand.measure.options import parse_options
 from ddp_by_hand.measure.picture import read_picture
 from ddp_by_hand.measure.runs import cells_of, read_cells
@@ -35,6 +36,22 @@ def test_a_network_runs_in_small(name):
             assert len(found["step_ms"]) == 1
         else:
             assert found["reason"].startswith("refused: ValueError: "), found
+
+
+def test_a_variant_is_an_engine_its_mode_and_its_clipping(monkeypatch):
+    seen = []
+
+    def note(self, engine, samples, *, grad_sample_mode, clipping, **_):
+        seen.append((type(engine).__module__.split(".")[0], samples, grad_sample_mode, clipping))
+
+    monkeypatch.setattr(ClassifierTraining, "make_private", note)
+    training = ClassifierTraining(torch.nn.Linear(1, 1), CPU)
+    for variant in ("ordinary", "bookkeeping", "flash_per_layer", "opacus_ghost"):
+        training.make_variant(variant, 4)
+    assert seen == [
+        ("dp_clipping", 4, "bookkeeping", "flat"), ("dp_clipping", 4, "flash", "per_layer"),
+        ("opacus", 4, "ghost", "flat"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
