@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ddp_by_hand.bench.gate import FLOOR, TOLERANCE, tolerance
@@ -24,8 +23,8 @@ from ddp_by_hand.measure import (
 )
 from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.report_tables import calls, milliseconds
-from ddp_by_hand.measure.runs import Cell, cells_of, ratio_beside
-from ddp_by_hand.measure.statistics import NOISY, Ratio
+from ddp_by_hand.measure.runs import Cell, beside, cells_of, ratio_beside
+from ddp_by_hand.measure.statistics import NOISY, Summary
 
 REFERENCE = "torch_ddp"
 WITHOUT_PRIVACY = "not private"  # what the overhead of privacy is relative to, in the picture
@@ -83,18 +82,24 @@ def _draw(settings: Settings, rows: list[dict], device: str, subtitle: str, pict
     heading = "Step time, and the exposed communication in it"
     if settings.has_private:
         heading = "Step time with privacy and without, and the exposed communication in it"
-    pictured = [_for_picture(row, has_overhead) for row in rows]
-    if device == "cpu":  # the process's memory, most of it Python and libraries
-        pictured = [row | {"peak_memory_mb": None} for row in pictured]
+    compared = "ratio_to_ordinary" if has_overhead else "ratio_to_reference"
+    pictured = [
+        row | {"label": _picture_label(row), "ratio_to_reference": row.get(compared)}
+        # of a CPU: the process's memory, most of it Python and libraries
+        | ({"peak_memory_mb": None} if device == "cpu" else {})
+        for row in rows
+    ]  # fmt: skip
+    baseline = FLOOR if FLOOR in labels else None
     draw_comparison(
-        pictured,
-        picture,
-        title=heading,
-        subtitle=subtitle,
-        baseline=FLOOR if FLOOR in labels else None,
+        pictured, picture, title=heading, subtitle=subtitle, baseline=baseline,
         reference=reference,
-    )
+    )  # fmt: skip
     return True
+
+
+def _picture_label(row: dict) -> str:
+    wrong = row.get("is_wrong") and row["name"] not in (FLOOR, REFERENCE)
+    return row["name"] + (" (WRONG)" if wrong else "")
 
 
 def columns(rows: list[dict]) -> list[Column]:
@@ -102,29 +107,32 @@ def columns(rows: list[dict]) -> list[Column]:
 
     MFU only where the device's peak is known, the overhead of privacy only where something has it.
     """
-    mfu = [Column("mfu", "MFU", ".1%")] if any(row.get("mfu") for row in rows) else []
-    private = any(row["clipping"] != NOT_PRIVATE for row in rows)
-    clipping = [Column("clipping")] if private else []
-    has_overhead = any(row.get("overhead") for row in rows)
-    overhead = [Column("overhead", "overhead [95 %]", right=True)] if has_overhead else []
-    is_predicted = any(row.get("predicted") for row in rows)
-    predicted = [Column("predicted", "predicted MiB", right=True)] if is_predicted else []
-    return [
+    found = [
         Column("label", "implementation"),
-        *clipping,
+        Column("clipping") if any(row["clipping"] != NOT_PRIVATE for row in rows) else None,
         Column("error", right=True),
-        Column("step", "step ms [p10, p90]", right=True),
+        Column("step", "step ms [p10, p90]", _step, right=True),
         Column("tokens_per_second", "tokens/s", ",.0f"),
         Column("exposed_ms", "exposed ms", milliseconds),
-        *overhead,
-        Column("to_floor", f"× {FLOOR}", right=True),
-        Column("to_reference", f"× {REFERENCE} [95 %]", right=True),
+        Column("ratio_to_ordinary", "overhead [95 %]", str, right=True),
+        Column("ratio_to_baseline", f"× {FLOOR}", lambda found: f"{found.value:.3f}", right=True),
+        Column("ratio_to_reference", f"× {REFERENCE} [95 %]", str, right=True),
         Column("collectives", "calls", calls),
-        Column("sent_mb", "MiB sent", ",.1f"),
+        Column("bytes", "MiB sent", lambda count: f"{count / MIB:,.1f}"),
         Column("peak_memory_mb", "peak MiB", ",.0f"),
-        *predicted,
-        *mfu,
+        Column("predicted", "predicted MiB", right=True),
+        Column("mfu", "MFU", ".1%"),
     ]
+    optional = ("ratio_to_ordinary", "predicted", "mfu")
+    return [
+        column for column in found
+        if column and (column.key not in optional or any(row.get(column.key) for row in rows))
+    ]  # fmt: skip
+
+
+def _step(times: Summary) -> str:
+    median, p10, p90 = map(milliseconds, (times.median, times.p10, times.p90))
+    return f"{median} [{p10}, {p90}]"
 
 
 def comparison(
@@ -137,36 +145,37 @@ def comparison(
         if row := measured.get(cell.row(settings, world_size, device)["key"]):
             rows[cell.subject].append(row)
     cells = {subject: cell for subject, own in rows.items() for cell in cells_of(own)}
-    found = [_row(subject, rows[subject], cells, settings, world_size, device) for subject in rows]
+    for subject, cell in cells.items():
+        ranks = subject.layout.sizes(world_size)[0]  # those with a batch of their own
+        cell.facts["total_batch_size"] = ranks * settings.batch_size
     known = {} if device == "cpu" else predictions(settings, world_size, on_gpu=True)
-    for row in found:
-        if row["clipping"] == NOT_PRIVATE and row["label"] in known and row.get("peak_memory_mb"):
-            expected = sum(known[row["label"]].values())
-            row["predicted"] = f"{expected:,.0f} ({expected / row['peak_memory_mb'] - 1:+.1%})"
+    found = []
+    for subject, own in rows.items():
+        row = {
+            "label": subject.name, "clipping": subject.clipping, "name": subject.label,
+            "plan": None, "status": "missing", "reason": "not measured yet",
+        }  # fmt: skip
+        if cell := cells.get(subject):
+            row |= _row(subject, own, cell, [*cells.values()], settings)
+        if "step" in row:
+            row["mfu"] = _mfu(settings, row["tokens_per_second"] / world_size, device)
+            if row["label"] in known and not subject.is_private and row["peak_memory_mb"]:
+                expected = sum(known[row["label"]].values())
+                off = expected / row["peak_memory_mb"] - 1
+                row["predicted"] = f"{expected:,.0f} ({off:+.1%})"
+        found.append(row)
     return found
 
 
 def _row(
-    subject: Subject,
-    rows: list[dict],
-    cells: dict[Subject, Cell],
-    settings: Settings,
-    world_size: int,
-    device: str,
+    subject: Subject, rows: list[dict], cell: Cell, cells: list[Cell], settings: Settings
 ) -> dict:
-    """Returns a subject's row of the table.
+    """Returns what is known of a subject.
 
     Ratios are to the floor and the reference in the same clipping mode, so that they show the cost
     of communication alone.
     """
-    row: dict = {
-        "label": subject.name, "clipping": subject.clipping, "name": subject.label,
-        "plan": None, "status": "missing", "reason": "not measured yet",
-    }  # fmt: skip
-    if subject not in cells:
-        return row
-    cell = cells[subject]
-    row["plan"] = cell.facts.get("plan")
+    row: dict = {"plan": cell.facts.get("plan")}
     if (error := cell.gradient_error) is not None:
         row["is_wrong"] = not error <= tolerance(subject, settings)
         row["error"] = f"{error:.1e}" + (" WRONG" if row["is_wrong"] else "")
@@ -177,54 +186,25 @@ def _row(
         if failed.get("traceback"):
             lines = textwrap.indent(failed["traceback"], "    ")
             row["detail"] = f"{row['reason']}\n{lines}"
-        return row
-    if not cell.samples():
+    if cell.failures or not cell.samples():
         return row
     times = summarize(cell.samples())
-    data_ranks = subject.layout.sizes(world_size)[0]
-    tokens = data_ranks * settings.batch_size * settings.model.context_length
-    to_floor, to_reference = (
-        None if subject.layout.splits_tensors  # the other's step does other work
-        else _ratio(cells, subject, replace(subject, implementation=name))
-        for name in (FLOOR, REFERENCE)
-    )  # fmt: skip
-    to_ordinary = _ratio(cells, subject, replace(subject, clipping=NOT_PRIVATE))
+    floor = beside(cells, cell, "implementation", FLOOR)
     return {
         **row,
         "status": OK,
         "reason": None,
         "samples_ms": cell.samples(),
-        "median_ms": times.median,
-        "low_ms": times.p10,
-        "high_ms": times.p90,
-        "step": f"{milliseconds(times.median)} "
-        f"[{milliseconds(times.p10)}, {milliseconds(times.p90)}]",
-        "tokens_per_second": tokens / times.median * 1e3,
-        "exposed_ms": _exposed(subject, times.median, cells),
-        "overhead": to_ordinary and str(to_ordinary),
-        "to_floor": to_floor and f"{to_floor.value:.3f}",
-        "to_reference": to_reference and str(to_reference),
-        "ratio_to_ordinary": to_ordinary,
-        "ratio_to_baseline": to_floor,
-        "ratio_to_reference": to_reference,
+        "step": times,
+        "tokens_per_second": cell.tokens_per_step / times.median * 1e3,
+        "exposed_ms": floor and times.median - summarize(floor.samples()).median,
+        "ratio_to_baseline": ratio_beside(cell, floor),
+        "ratio_to_reference": ratio_beside(cell, beside(cells, cell, "implementation", REFERENCE)),
+        "ratio_to_ordinary": ratio_beside(cell, beside(cells, cell, "clipping", NOT_PRIVATE)),
         "collectives": cell.facts.get("collectives"),
-        "sent_mb": cell.facts["bytes"] / MIB if "bytes" in cell.facts else None,
+        "bytes": cell.facts.get("bytes"),
         "peak_memory_mb": cell.peak_memory_mb,
-        "mfu": _mfu(settings, tokens / world_size / times.median * 1e3, device),
     }
-
-
-def _exposed(subject: Subject, median: float, cells: dict[Subject, Cell]) -> float | None:
-    floor = replace(subject, implementation=FLOOR)
-    if subject == floor or subject.layout.splits_tensors or floor not in cells:
-        return None
-    found = cells[floor].samples()
-    return median - summarize(found).median if found else None
-
-
-def _ratio(cells: dict[Subject, Cell], subject: Subject, other: Subject) -> Ratio | None:
-    """Returns the ratio of step times and its interval, over the rounds that both have finished."""
-    return None if subject == other else ratio_beside(cells[subject], cells.get(other))
 
 
 def _mfu(settings: Settings, tokens_per_second: float, device: str) -> float | None:
@@ -235,20 +215,6 @@ def _mfu(settings: Settings, tokens_per_second: float, device: str) -> float | N
 
 def _is_bad(row: dict) -> bool:
     return row.get("is_wrong", False) or row["status"] not in (OK, UNAVAILABLE)
-
-
-def _for_picture(row: dict, has_overhead: bool) -> dict:
-    """Returns a bar's row: beside it stand the ratio to the floor and the overhead of privacy."""
-    keys = ("samples_ms", "median_ms", "low_ms", "high_ms", "exposed_ms", "peak_memory_mb")
-    rest = ("status", "reason", "ratio_to_baseline")
-    wrong = row.get("is_wrong") and row["name"] not in (FLOOR, REFERENCE)
-    return {
-        "label": row["name"] + (" (WRONG)" if wrong else ""),
-        "ratio_to_reference": row.get(
-            "ratio_to_ordinary" if has_overhead else "ratio_to_reference"
-        ),
-        **{key: row.get(key) for key in (*rest, *keys)},
-    }
 
 
 def describe_privacy(settings: Settings) -> str:
@@ -313,10 +279,10 @@ def _legend(rows: list[dict], device: str, settings: Settings) -> str:
     if any(row.get("mfu") for row in rows):
         lines.append("MFU           model FLOPs per second over the GPU's peak")
     floor = next((row for row in rows if row["label"] == FLOOR and row["status"] == OK), None)
-    if floor and floor["high_ms"] > NOISY * floor["low_ms"]:
+    if floor and floor["step"].p90 > NOISY * floor["step"].p10:
         lines.append(
-            f"The machine was busy: steps of {FLOOR} took {floor['low_ms']:.0f} to "
-            f"{floor['high_ms']:.0f} ms. Close other programs, or raise --rounds, before you "
+            f"The machine was busy: steps of {FLOOR} took {floor['step'].p10:.0f} to "
+            f"{floor['step'].p90:.0f} ms. Close other programs, or raise --rounds, before you "
             "compare."
         )
     return "\n".join(lines)
@@ -340,7 +306,7 @@ def _privacy_legend(rows: list[dict], settings: Settings) -> list[str]:
             "              width: norms with an allowance for their rounding, which grows with the "
             f"sequence, so the error is wrong above {limit:.2g}"
         )
-    if any(row.get("overhead") for row in rows):
+    if any(row.get("ratio_to_ordinary") for row in rows):
         lines.append(
             "overhead      step time over that of the same implementation, clipping "
             f"{NOT_PRIVATE}, in the same rounds"

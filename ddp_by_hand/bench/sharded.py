@@ -56,13 +56,6 @@ def shard(network: nn.Module, layout: Layout, world_size: int, device_type: str)
     parallelize(network, mesh, **({"wrap": layout.wrap} if layout.wrap else {}))
 
 
-def fill(network: nn.Module, device: torch.device) -> None:
-    """Allocates the parameters on the device, with the values of an unsharded network."""
-    from ddp_by_hand.lm.parallel import materialize
-
-    materialize(network, device)
-
-
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Groups parameters that one operator can take together: by mesh, and those without one."""
     groups: dict[object, list[nn.Parameter]] = {}

@@ -14,7 +14,7 @@ from ddp import implementation, options_of, wrap
 from ddp_by_hand.bench.names import options_in, plain
 from ddp_by_hand.bench.parts import Batch, StepParts, clipping_of, make_optimizer
 from ddp_by_hand.bench.settings import Settings, Subject, batches_for
-from ddp_by_hand.bench.sharded import REPLICATED, fill, shard
+from ddp_by_hand.bench.sharded import REPLICATED, shard
 from ddp_by_hand.lm.layout import Layout
 from ddp_by_hand.lm.model import Transformer, forward_loss
 from ddp_by_hand.lm.runtime import Worker, seed_everything
@@ -77,7 +77,9 @@ def build_network(
         shard(network, layout, dist.get_world_size(), device.type)
     seed_everything(settings.seed)
     if is_sharded:
-        fill(network, device)
+        from ddp_by_hand.lm.parallel import materialize
+
+        materialize(network, device)
     else:
         network.reset_parameters()
     network.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)

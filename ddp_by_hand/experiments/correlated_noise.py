@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ COLUMNS = (
     Column("s", format=".1f"),
 )  # fmt: skip
 
-Accuracies = tuple[float, float]
-"""Of the running mean of the parameters, and of the last ones."""
+Pictures = tuple[Tensor, Tensor]  # features and digits
+Train = Callable[[float, int, Pictures], tuple[float, ...]]
 
 
 # fmt: off
@@ -69,8 +69,8 @@ class Split:
     """Features and digits of the pictures to train on, to choose a learning rate, and to test."""
 
     training: TensorDataset
-    tuning: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
+    tuning: Pictures
+    test: Pictures
 
 
 @ending_quietly
@@ -102,21 +102,34 @@ def measured(
     options: Options, split: Split, epsilon: float, method: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns σ, the learning rate, accuracies with their standard deviation, seconds per run."""
-    sigma = noise_multiplier(options, split, epsilon, method)
-    found = [
-        (train(options, split, sigma, rate, TUNING_SEED, method, split.tuning)[0], rate)
-        for rate in options.learning_rates
-    ]
-    rate = max(found)[1]
-    began = time.perf_counter()
-    runs = [
-        train(options, split, sigma, rate, seed, method, split.test)
-        for seed in range(options.seeds)
-    ]
-    seconds = (time.perf_counter() - began) / options.seeds
+    size = options.pictures // options.batches
+    sigma = noise_multiplier(options, split, size, epsilon, epochs=options.epochs, **method)
+
+    def train(rate: float, seed: int, pictures: Pictures) -> tuple[float, float]:
+        """Returns accuracies of the running mean of the parameters, and of the last ones."""
+        mean = torch.zeros(10, split.test[0].shape[1])
+        steps = trained(split, rate, size, seed, sigma, options.epochs, **method)
+        for step, weight in enumerate(steps, start=1):
+            mean.lerp_(weight, 1 - min(DECAY, step / (step + 9)))
+        return accuracy(mean, pictures), accuracy(weight, pictures)
+
+    rate, runs, seconds = tuned(options, split, train)
     mean, last = zip(*runs, strict=True)
     found = (sigma, rate, shown(mean), shown(last), seconds)
     return dict(zip((column.key for column in COLUMNS[2:]), found, strict=True))
+
+
+def tuned(options: Any, split: Split, train: Train) -> tuple[float, list[tuple[float, ...]], float]:
+    """Returns the best learning rate, runs with it on the test's pictures, and seconds of each.
+
+    `train` takes a learning rate, a seed and pictures, and returns accuracies on these, of which
+    the first one counts.
+    """
+    rates = options.learning_rates
+    rate = max(rates, key=lambda rate: (train(rate, TUNING_SEED, split.tuning)[0], rate))
+    began = time.perf_counter()
+    runs = [train(rate, seed, split.test) for seed in range(options.seeds)]
+    return rate, runs, (time.perf_counter() - began) / options.seeds
 
 
 def shown(accuracies: Sequence[float]) -> str:
@@ -127,12 +140,12 @@ def shown(accuracies: Sequence[float]) -> str:
 
 
 def noise_multiplier(
-    options: Options, split: Split, epsilon: float, method: dict[str, Any]
+    options: Any, split: Split, batch_size: int, epsilon: float, **method: Any
 ) -> float:
     """Returns σ with which a run ends at (ε, δ)."""
     _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
-        **made(split, 1.0, options.pictures // options.batches), **method, target_epsilon=epsilon,
-        target_delta=options.delta, epochs=options.epochs,
+        **made(split, 1.0, batch_size), **method, target_epsilon=epsilon,
+        target_delta=options.delta,
     )  # fmt: skip
     return optimizer.noise_multiplier
 
@@ -151,30 +164,27 @@ def made(split: Split, rate: float, batch_size: int) -> dict[str, Any]:
     }
 
 
-def train(
-    options: Options, split: Split, sigma: float, rate: float, seed: int, method: dict[str, Any],
-    pictures: tuple[Tensor, Tensor],
-) -> Accuracies:  # fmt: skip
-    """Returns the accuracies of one run on these pictures."""
+def trained(
+    split: Split, rate: float, batch_size: int, seed: int, sigma: float, epochs: int = 1,
+    **method: Any,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Trains from zero, and yields the weight after each step."""
     model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        **made(split, rate, options.pictures // options.batches), **method, noise_multiplier=sigma,
+        **made(split, rate, batch_size), **method, noise_multiplier=sigma,
         noise_generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
     (weight,) = model.parameters()
-    mean = weight.detach().clone()
-    for _ in range(options.epochs):
+    for _ in range(epochs):
         for features, digits in loader:
             criterion(model(features), digits).backward()
             optimizer.step()
             optimizer.zero_grad()
-            steps = optimizer.steps
-            mean.lerp_(weight.detach(), 1 - min(DECAY, steps / (steps + 9)))
+            yield weight.detach()
+
+
+def accuracy(weight: Tensor, pictures: Pictures) -> float:
     features, digits = pictures
-
-    def accuracy(weight: Tensor) -> float:
-        return (features @ weight.T).argmax(1).eq(digits).float().mean().item()
-
-    return accuracy(mean), accuracy(weight.detach())
+    return (features @ weight.T).argmax(1).eq(digits).float().mean().item()
 
 
 def split_of(options: Options) -> Split:

@@ -14,16 +14,25 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ddp_by_hand.experiments import correlated_noise
-from ddp_by_hand.experiments.correlated_noise import TUNING_SEED, Split, made, shown, split_of
+from ddp_by_hand.experiments.correlated_noise import (
+    Pictures,
+    Split,
+    accuracy,
+    noise_multiplier,
+    shown,
+    split_of,
+    trained,
+    tuned,
+)
 from ddp_by_hand.measure import Column, format_table
 from ddp_by_hand.measure.command_line import ending_quietly
 from ddp_by_hand.measure.options import option, parse_options, positive
-from dp_clipping import PrivacyEngine
 
 PROGRAM = "ddp_by_hand.experiments.examples_per_step"
 COLUMNS = (
@@ -87,47 +96,19 @@ def measured(
     method: dict[str, Any] = {"unit_ids": ids, "steps": options.steps}
     method |= {"examples_per_unit": each} if drawn is None else {"examples_per_step": drawn}
     method["sample_rate"] = (options.rows // each) / (ids[-1] + 1)
-    _, optimizer, *_ = PrivacyEngine().make_private_with_epsilon(
-        **made(split, 1.0, options.rows),
-        **method,
-        target_epsilon=epsilon,
-        target_delta=options.delta,
-    )
-    sigma = optimizer.noise_multiplier
-    rate = max(
-        (train(options, split, sigma, rate, TUNING_SEED, method, split.tuning), rate)
-        for rate in options.learning_rates
-    )[1]
-    found = [
-        train(options, split, sigma, rate, seed, method, split.test)
-        for seed in range(options.seeds)
-    ]
+    sigma = noise_multiplier(options, split, options.rows, epsilon, **method)
+
+    def train(rate: float, seed: int, pictures: Pictures) -> tuple[float]:
+        """Returns the accuracy of the mean of one run's parameters over its second half."""
+        steps = trained(split, rate, options.rows, seed, sigma, **method)
+        return (accuracy(sum(islice(steps, options.steps // 2, None)), pictures),)
+
+    rate, runs, _ = tuned(options, split, train)
     return {
         "ε": epsilon, "examples of a unit": f"all, at most {each}" if drawn is None else str(drawn),
         "units of a batch": options.rows // each, "σ": sigma, "rate": rate,
-        "accuracy, %": shown(found),
+        "accuracy, %": shown([found for (found,) in runs]),
     }  # fmt: skip
-
-
-def train(
-    options: Options, split: Split, sigma: float, rate: float, seed: int, method: dict[str, Any],
-    pictures: tuple[torch.Tensor, torch.Tensor],
-) -> float:  # fmt: skip
-    """Returns the accuracy of the mean of one run's parameters over its second half."""
-    model, optimizer, criterion, loader = PrivacyEngine().make_private(
-        **made(split, rate, options.rows), **method, noise_multiplier=sigma,
-        noise_generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
-    (weight,) = model.parameters()
-    mean = torch.zeros_like(weight)
-    for step, (features, digits) in enumerate(loader):
-        criterion(model(features), digits).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step >= options.steps // 2:
-            mean += weight.detach()
-    features, digits = pictures
-    return (features @ mean.T).argmax(1).eq(digits).float().mean().item()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ A cell is a variant on a row, such as a batch, in one round. Its results are a r
 
 import json
 import re
-import textwrap
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
@@ -31,14 +30,13 @@ from ddp_by_hand.measure import (
     OK,
     SCHEMA_VERSION,
     environment,
-    format_table,
     plan_rounds,
     summarize,
     write_atomically,
 )
 from ddp_by_hand.measure.command_line import check_file
 from ddp_by_hand.measure.options import option, positive
-from ddp_by_hand.measure.report_tables import growths_of, wide_legend, wide_table
+from ddp_by_hand.measure.report_tables import wide_report
 from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
 
 BASELINE = "ordinary"
@@ -219,17 +217,8 @@ def describe_cell(cell: dict) -> str:
 
 
 def report(results: Sequence[dict], more: Callable[[Cell], dict] | None = None) -> str:
-    """Formats the table of all cells, the growth with the length of samples, and a legend.
-
-    `more` returns further entries of a cell's line: heading -> number or text.
-    """
-    cells = ordered(cells_of(results))
-    lines = [
-        f"B = {batch}, {variant}: step time grows as {growth}"
-        for (batch, variant), growth in growths_of(cells).items()
-    ]
-    legend = textwrap.wrap(wide_legend(cells), 100)
-    return "\n".join([format_table(*wide_table(cells, more)), *lines, "", *legend])
+    """Formats all cells; `more` returns further entries of a cell's line."""
+    return wide_report(ordered(cells_of(results)), more)
 
 
 def ordered(cells: Sequence[Cell]) -> list[Cell]:

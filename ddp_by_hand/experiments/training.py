@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ddp_by_hand.experiments.rounds import BASELINE, PER_LAYER
+
+OPACUS = "opacus_"  # in front of the name of one of its modes
 Batch = tuple[Tensor, Tensor]
 
 
@@ -54,6 +58,17 @@ class ClassifierTraining:
         if hasattr(self.model, "skip_checks"):
             self.model.skip_checks()  # they would be in some of the few steps that are timed
             self._finish = self.model.finish_synchronization
+
+    def make_variant(self, variant: str, samples: int, **options: Any) -> None:
+        """Makes it what a variant is called: `ordinary`, a mode, or `opacus_` and a mode of it."""
+        if variant == BASELINE:
+            return
+        engine = import_module("opacus" if variant.startswith(OPACUS) else "dp_clipping")
+        self.make_private(
+            engine.PrivacyEngine(accountant="rdp"), samples, noise_multiplier=1.0,
+            max_grad_norm=1.0, clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
+            grad_sample_mode=variant.removeprefix(OPACUS).removesuffix(PER_LAYER), **options,
+        )  # fmt: skip
 
     def backward(self, batch: Batch) -> None:
         """Runs forward and backward and exchanges the sums between ranks."""

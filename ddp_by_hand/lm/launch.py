@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ddp_by_hand.lm.interrupt import INTERRUPTED
 from ddp_by_hand.lm.runtime import LAUNCHED_HERE
 from ddp_by_hand.lm.watch import (
     DOING,
@@ -30,7 +31,6 @@ from ddp_by_hand.lm.watch import (
     read_text,
 )
 
-INTERRUPTED = 130  # as a shell reports Ctrl-C
 GRACE_S = 5.0  # how long the others may take to leave by themselves
 CALLS = 1_000_000  # of `run_my_rank`, more than there will be
 TERMINATION_S = 2.0  # how long a rank may take to follow SIGTERM

@@ -8,21 +8,22 @@ right, where it is known, peak memory. A row that has no time says why, in words
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
+from ddp_by_hand.measure.bars import draw_steps, finish_bars, write_behind, write_reason
 from ddp_by_hand.measure.picture import (
-    FAINT,
     INK,
-    frame,
-    name_rows,
     new_figure,
     save_picture,
     shorten,
     three_digits,
     wrap,
+    write_key,
 )
 from ddp_by_hand.measure.results import OK
+from ddp_by_hand.measure.statistics import summarize
 from ddp_by_hand.measure.table import describe_failure
 
 _FLOOR = "#8CC5E8"
@@ -45,27 +46,25 @@ def draw_comparison(
     subtitle: str,
     baseline: str | None = None,
     reference: str | None = None,
-    spread: str = "10th to 90th percentile",
 ) -> None:
     """Writes the picture of `rows`, in their order from the top, as a PNG to `path`, atomically.
 
     A row has `label`, `status` and `reason`; one that is ok has also `samples_ms` (steps),
-    `median_ms`, `low_ms` to `high_ms` (what `spread` names), `exposed_ms` (or None),
-    `ratio_to_baseline` and `ratio_to_reference` as (value, low, high) (or None), and
-    `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the baseline's
-    median is drawn as a line behind all bars. Memory is in MiB.
+    `exposed_ms` (or None), `ratio_to_baseline` and `ratio_to_reference` as (value, low, high) (or
+    None), and `peak_memory_mb` (or None). `baseline` and `reference` are labels of rows; the
+    baseline's median is drawn as a line behind all bars. Memory is in MiB.
     """
     lines = wrap(subtitle, _SUBTITLE_LENGTH, lines=3)
     figure, times, memory = _layout(rows, title, lines)
     limit = _time_limit(rows)
     for position, row in enumerate(rows):
         if _is_ok(row):
-            _draw_bar(times, position, row, limit)
-            _write_ratios(times, position, row, limit, baseline, reference)
+            end, beyond = _draw_bar(times, position, row, limit)
+            _write_ratios(times, position, row, end + 0.012 * limit, beyond, baseline, reference)
             _draw_memory(memory, position, row)
         else:
-            _write_failure(times, position, row, limit)
-    _finish_times(times, rows, limit, spread)
+            write_reason(times, position, limit, describe_failure(row))
+    _finish_times(times, rows, limit)
     _finish_memory(memory, rows)
     floor = baseline if _draw_floor_line(times, rows, baseline) else None
     exposed = any(row.get("exposed_ms") is not None for row in rows)
@@ -83,77 +82,39 @@ def _layout(rows: Sequence[dict], title: str, lines: list[str]):
     bottom, top = _FOOT / height, 1 - head / height
     times = figure.add_axes((0.2, bottom, right - 0.2, top - bottom))
     memory = figure.add_axes((0.85, bottom, 0.135, top - bottom)) if has_memory else None
-    for axes in [times] if memory is None else [times, memory]:
-        axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
-        frame(axes, "bottom")
-        axes.set_yticks([])
     return figure, times, memory
 
 
 def _time_limit(rows: Sequence[dict]) -> float:
     """Returns the right end of the bars' region in ms, which single slow steps do not move."""
-    measured = [row for row in rows if _is_ok(row)]
-    ends = [end for row in measured for end in (row["median_ms"], row["high_ms"])]
-    ends += [np.quantile(_samples(row), 0.95) for row in measured if _samples(row).size]
+    ends = [np.quantile(row["samples_ms"], 0.95) for row in rows if _is_ok(row)]
     return 1.03 * float(max(ends, default=1.0))
 
 
-def _draw_bar(axes, position: int, row: dict, limit: float) -> None:
-    """Draws the two parts of a bar, the raw steps as dots, the spread as a line."""
-    median = row["median_ms"]
-    exposed = min(max(row.get("exposed_ms") or 0.0, 0.0), median)
-    axes.barh(position, median - exposed, height=0.62, color=_FLOOR)
-    axes.barh(position, exposed, left=median - exposed, height=0.62, color=_EXPOSED)
-    samples = _samples(row)
-    shown = samples[samples <= limit]
-    jitter = np.random.default_rng(position).uniform(-0.24, 0.24, shown.size)
-    axes.plot(shown, position + jitter, ".", ms=2.6, mew=0, color=INK, alpha=0.5)
-    low, high = row["low_ms"], row["high_ms"]
-    axes.plot([low, high], [position] * 2, color=INK, lw=1.3)
-    axes.plot([low, high], [position] * 2, "|", color=INK, ms=7, mew=1.3)
+def _draw_bar(axes, position: int, row: dict, limit: float) -> tuple[float, int]:
+    """Draws the two parts of a bar, the raw steps as dots, the spread as a line.
+
+    Returns where the row's last mark is, and how many steps lie beyond the limit.
+    """
+    step = summarize(row["samples_ms"])
+    exposed = min(max(row.get("exposed_ms") or 0.0, 0.0), step.median)
+    rest = step.median - exposed
+    axes.barh(position, rest, height=0.62, color=_FLOOR)
+    axes.barh(position, exposed, left=rest, height=0.62, color=_EXPOSED)
+    last, beyond = draw_steps(axes, position, row["samples_ms"], limit)
+    axes.plot([step.p10, step.p90], [position] * 2, "|-", color=INK, lw=1.3, ms=7, mew=1.3)
+    return max(step.median, step.p90, last), beyond
 
 
-def _write_failure(axes, position: int, row: dict, limit: float) -> None:
-    """Writes status and reason where the bar would be."""
-    text = "\n".join(wrap(describe_failure(row)))
-    axes.text(
-        0.012 * limit,
-        position,
-        text,
-        size=9,
-        style="italic",
-        color=FAINT,
-        va="center",
-        parse_math=False,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-    )
-
-
-def _write_ratios(axes, position, row, limit, baseline, reference) -> None:
+def _write_ratios(axes, position, row, x, beyond, baseline, reference) -> None:
     """Writes median and ratios at the bar's end, right of every dot of the row."""
-    samples = _samples(row)
-    end = max(row["median_ms"], row["high_ms"], samples[samples <= limit].max(initial=0.0))
-    beyond = int((samples > limit).sum())
     to_baseline = _ratio_text(row.get("ratio_to_baseline"), baseline, row["label"])
     to_reference = _ratio_text(row.get("ratio_to_reference"), reference, row["label"], doubt=True)
     details = [to_baseline] if to_baseline else []
     details += [f"{_OFF_SCALE} {beyond}"] if beyond else []
-    x = end + 0.012 * limit
     y = position - 0.16 if to_reference else position
-    style = {"va": "center", "color": INK, "parse_math": False}
-    median = axes.text(
-        x, y, f"{three_digits(row['median_ms'])} ms", size=9.5, weight="bold", **style
-    )
-    axes.annotate(
-        "  ".join(details),
-        (1, 0.5),
-        xycoords=median,
-        xytext=(5, 0),
-        textcoords="offset points",
-        size=8.5,
-        **style,
-    )
-    axes.text(x, position + 0.2, to_reference, size=8.5, **style)
+    write_behind(axes, x, y, f"{three_digits(median(row['samples_ms']))} ms", "  ".join(details))
+    axes.text(x, position + 0.2, to_reference, size=8.5, va="center", color=INK, parse_math=False)
 
 
 def _ratio_text(ratio, other: str | None, label: str, doubt: bool = False) -> str:
@@ -174,33 +135,32 @@ def _draw_memory(axes, position: int, row: dict) -> None:
     )
 
 
-def _finish_times(axes, rows: Sequence[dict], limit: float, spread: str) -> None:
+def _finish_times(axes, rows: Sequence[dict], limit: float) -> None:
     """Labels rows and time axis; the axis is wider than the bars, to leave room for the ratios."""
-    axes.set_xlim(0, _TEXT_ROOM * limit)
-    measured = any(_is_ok(row) for row in rows)
-    axes.set_xticks([tick for tick in axes.get_xticks() if measured and 0 <= tick <= limit])
-    name_rows(axes, [row["label"] for row in rows])
-    note = f"step time in ms: bar = median, dots = steps, |–| = {spread}"
-    if any((_samples(row) > limit).any() for row in rows):
+    note = "step time in ms: bar = median, dots = steps, |–| = 10th to 90th percentile"
+    if any(max(row["samples_ms"]) > limit for row in rows if _is_ok(row)):
         note += f", {_OFF_SCALE} n = n slower steps off the scale"
-    axes.set_xlabel(note if measured else "", size=8.5, color=FAINT, loc="left")
+    measured = any(_is_ok(row) for row in rows)
+    finish_bars(axes, [row["label"] for row in rows], limit, _TEXT_ROOM, note if measured else "")
+    if not measured:
+        axes.set_xticks([])
 
 
 def _finish_memory(axes, rows: Sequence[dict]) -> None:
     if axes is None:
         return
-    axes.set_xlim(0, 1.9 * max(1.0, *(_memory(row) or 0.0 for row in rows)))
+    limit = max(1.0, *(_memory(row) or 0.0 for row in rows))
+    finish_bars(axes, [""] * len(rows), limit, 1.9, "peak memory")
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlabel("peak memory", size=8.5, color=FAINT, loc="left")
 
 
 def _draw_floor_line(axes, rows: Sequence[dict], baseline: str | None) -> bool:
     """Draws the baseline's median behind all bars; returns whether there is one."""
-    medians = [row["median_ms"] for row in rows if row["label"] == baseline and _is_ok(row)]
-    if medians:
-        axes.axvline(medians[0], color=INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
-    return bool(medians)
+    found = [row["samples_ms"] for row in rows if row["label"] == baseline and _is_ok(row)]
+    if found:
+        axes.axvline(median(found[0]), color=INK, lw=0.9, ls=(0, (4, 3)), zorder=0.5)
+    return bool(found)
 
 
 def _write_key(figure, lines: list[str], baseline: str | None, exposed: bool) -> None:
@@ -219,16 +179,7 @@ def _write_key(figure, lines: list[str], baseline: str | None, exposed: bool) ->
         name = f"{shorten(_name(baseline), 14)}: the floor"
         handles.append(Line2D([], [], color=INK, lw=0.9, ls=(0, (4, 3)), label=name))
     if handles:
-        figure.legend(
-            handles=handles,
-            loc="upper left",
-            bbox_to_anchor=(0.004, 1 - below / figure.get_figheight()),
-            ncols=3,
-            frameon=False,
-            fontsize=9,
-            handlelength=1.6,
-            columnspacing=1.6,
-        )
+        write_key(figure, handles, below, columns=3)
 
 
 def _minus(baseline: str | None) -> str:
@@ -250,11 +201,6 @@ def _sentence(floor: str | None, exposed: bool, reference: str | None) -> str:
 
 def _is_ok(row: dict) -> bool:
     return row.get("status", OK) == OK
-
-
-def _samples(row: dict) -> np.ndarray:
-    """Returns a row's step times in ms; none for a row that failed."""
-    return np.asarray(row.get("samples_ms") or [] if _is_ok(row) else [], dtype=float)
 
 
 def _memory(row: dict) -> float | None:

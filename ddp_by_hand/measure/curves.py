@@ -4,7 +4,15 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_by_hand.measure.picture import FAINT, INK, apart, frame, new_figure, save_picture
+from ddp_by_hand.measure.picture import (
+    FAINT,
+    INK,
+    Label,
+    frame,
+    new_figure,
+    save_picture,
+    write_labels,
+)
 
 # dashes tell apart what lies together
 COLOURS = ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2", "#009E73", "#56B4E9", "#444444",
@@ -13,7 +21,6 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 COUNTS = tuple(2**i for i in range(11))  # GPUs
 PAYS = 0.8  # the least efficiency that does
 ROOM = 0.04  # of the axis, above 100 % or the highest curve
-GAP = 0.042  # of the axis' height, between two labels
 
 
 def last_that_pays(curve: Sequence[float]) -> str:
@@ -43,7 +50,7 @@ def draw_efficiency(
     counts, limit = COUNTS, PAYS
     title = "Efficiency of each variant, and the last number of GPUs at which it pays"
     figure = new_figure(5.8, title, [subtitle], width=10)
-    axes = figure.add_axes((0.085, 0.115, 0.585, 0.735))
+    axes = figure.add_axes((0.085, 0.115, 0.56, 0.735))
     low = min(limit, *(min(curve) for curve in curves.values()))
     bottom, top = max(0.0, low - 0.06), max(1.0, *(max(c) for c in curves.values())) + ROOM
     axes.set_xscale("log", base=2)
@@ -65,17 +72,13 @@ def draw_efficiency(
         name: first.setdefault(tuple(round(value, 3) for value in curve), name)
         for name, curve in curves.items()
     }
-    order = sorted(curves, key=lambda name: curves[look[name]][-1])
-    ends = [(curves[name][-1] - bottom) / (top - bottom) for name in order]
-    heights = apart(ends, GAP, 0.0, 1.0)
-    for name, height in zip(order, heights, strict=True):
+    labels = []
+    for name in sorted(curves, key=lambda name: curves[look[name]][-1]):
         place = list(curves).index(look[name])
-        style = {"color": COLOURS[place % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
-        axes.plot(counts, curves[name], lw=2, marker="o", ms=3, **style)
-        end = (curves[name][-1] - bottom) / (top - bottom)
-        axes.plot([1.005, 1.03], [end, height], lw=0.8, color=style["color"], clip_on=False,
-                  transform=axes.transAxes)  # fmt: skip
-        label = f"{curves[name][-1]:.0%} {name}: {last_that_pays(curves[name])}"
-        axes.text(1.035, height, label, va="center",
-                  fontsize=8.8, color=style["color"], transform=axes.transAxes)  # fmt: skip
+        colour, dashes = COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)]
+        axes.plot(counts, curves[name], lw=2, marker="o", ms=3, color=colour, ls=dashes)
+        end = curves[name][-1]
+        label = f"{end:.0%} {name}: {last_that_pays(curves[name])}"
+        labels.append(Label(counts[-1], end, label, colour))
+    write_labels(axes, labels)
     save_picture(figure, path, f"{title}. {subtitle}")

@@ -10,7 +10,8 @@ one, in grey.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_by_hand.measure.picture import FAINT, INK, frame, name_rows, new_figure, save_picture, wrap
+from ddp_by_hand.measure.bars import finish_bars
+from ddp_by_hand.measure.picture import FAINT, INK, new_figure, save_picture, wrap, write_key
 
 COLOURS = {
     "parameters": "#0072B2", "gradients": "#56B4E9", "optimizer": "#00664B",
@@ -51,24 +52,17 @@ def draw_memory(rows: Sequence[dict], path: Path, title: str, notes: Sequence[st
         text, weight = _beside(left, measured, scale, unit, row["reason"])
         axes.text(end / scale + 0.012 * limit, position, text, size=8.8, va="center", weight=weight,
                   color=FAINT if measured is None else INK, parse_math=False)  # fmt: skip
-    axes.set(xlim=(0, _TEXT_ROOM * limit), ylim=(len(rows) - 0.5, -0.5))
-    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= limit])
-    frame(axes, "bottom")
-    name_rows(axes, [row["label"] for row in rows])
-    axes.set_xlabel(
+    finish_bars(
+        axes, [row["label"] for row in rows], limit, _TEXT_ROOM,
         f"{unit} on a rank, predicted: upper bar = at the peak; thin bar = after backward, when "
         "all gradients are there",
-        size=8.5,
-        color=FAINT,
-        loc="left",
-    )
+    )  # fmt: skip
     handles = [Patch(color=c, label=_NAMES.get(kind, kind)) for kind, c in COLOURS.items()]
     is_measured = any(row["measured"] is not None for row in rows)
     if is_measured:
         handles.append(Line2D([], [], color=INK, lw=2, label="measured"))
-    figure.legend(handles=handles, loc="upper left", ncols=6, frameon=False, fontsize=8.8,
-                  bbox_to_anchor=(0.004, 1 - (head - 0.4) / height), handlelength=1.1,
-                  columnspacing=1.2, handletextpad=0.5)  # fmt: skip
+    write_key(figure, handles, head - 0.4, columns=6, handlelength=1.1, columnspacing=1.2,
+              handletextpad=0.5)  # fmt: skip
     sentence = (
         "Upper bars are what is allocated at the predicted peak of a step, thin ones what is held "
         "after backward; sharding shortens them"

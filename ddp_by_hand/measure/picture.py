@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_by_hand.measure.files import write_atomically
 
 INK, FAINT = "#222222", "#6B6B6B"
 WIDTH, DPI = 9.0, 200  # inches; 1800 pixels, shown at 900 in a README
 LABEL_LENGTH = 23  # characters; about what fits to the left of bars
+LINE, COLUMNS = 0.2, (1.06, 1.48)  # of labels right of axes: inches, and widths of the axes
 _ENTRY = "Description"
 
 
@@ -51,6 +52,20 @@ def new_figure(
     figure.text(y=1 - 0.1 / height, s=title, size=13, weight="bold", color=INK, **style)
     figure.text(y=1 - 0.38 / height, s="\n".join(lines), size=size, color=FAINT, **style)
     return figure
+
+
+def write_key(figure: Any, handles: Sequence, below: float, columns: int, **more: Any) -> None:
+    """Writes a figure's key, so many inches below its top; `more` are `legend`'s arguments."""
+    style = {"frameon": False, "fontsize": 8.8, "handlelength": 1.5, "columnspacing": 1.4}
+    figure.legend(
+        handles=handles, ncols=columns, loc="upper left",
+        bbox_to_anchor=(0.004, 1 - below / figure.get_figheight()), **style | more,
+    )  # fmt: skip
+
+
+def write_note(figure: Any, note: str) -> None:
+    """Writes a note at the bottom of a figure."""
+    figure.text(0.012, 0.06 / figure.get_figheight(), note, size=8, va="bottom", color=FAINT)
 
 
 def frame(axes: Any, *sides: str) -> None:
@@ -100,6 +115,48 @@ def apart(
         for group in groups
         for n in range(len(group))
     ]
+
+
+class Label(NamedTuple):
+    """The label of a point (x, y) in data coordinates, to the right of the axes.
+
+    Attributes:
+        marker: the point's, which stands before the text in place of a line to the point.
+        more: text of a second column.
+    """
+
+    x: float
+    y: float
+    text: str
+    colour: str
+    marker: str = ""
+    more: str = ""
+
+
+def write_labels(axes: Any, labels: Sequence[Label], notes: Sequence[str] = ()) -> None:
+    """Writes labels beside their points, at least a line apart, and notes below them."""
+    inches = axes.get_position().height * axes.figure.get_figheight()
+    line = min(LINE / inches, 1 / (len(labels) + len(notes) + 1))
+    labels = sorted(labels, key=lambda label: label.y)
+    on_screen = axes.transData.transform([(label.x, label.y) for label in labels] or [(1, 1)])
+    points = axes.transAxes.inverted().transform(on_screen)[: len(labels), 1]
+    lowest = line * (len(notes) + 0.4) if notes else 0.0
+    first, second = COLUMNS
+    for label, y in zip(labels, apart(points, line, lowest, 1 - line / 2), strict=True):
+        style = {"size": 8.5, "color": label.colour, "va": "center", "transform": axes.transAxes}
+        if label.marker:
+            axes.plot(first, y, label.marker, ms=6, color=label.colour, clip_on=False,
+                      transform=axes.transAxes)  # fmt: skip
+        else:
+            leader = {"arrowstyle": "-", "color": label.colour, "lw": 0.6, "alpha": 0.6,
+                      "shrinkA": 2, "shrinkB": 4}  # fmt: skip
+            axes.annotate("", label[:2], (first, y), textcoords=axes.transAxes, arrowprops=leader,
+                          annotation_clip=False)  # fmt: skip
+        axes.text(first + 0.03 * bool(label.marker), y, label.text, **style)
+        axes.text(second, y, label.more, **style)
+    for n, note in enumerate(reversed(notes)):
+        axes.text(first, line * (n + 0.4), note, size=8.5, style="italic", color=FAINT,
+                  va="center", transform=axes.transAxes)  # fmt: skip
 
 
 def label_of(label: str) -> str:

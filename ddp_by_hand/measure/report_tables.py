@@ -1,6 +1,7 @@
 """Columns and rows of a report's tables: times and ratios, memory and exchange, failures."""
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 
 from ddp_by_hand.measure.growth import MIN_LENGTHS, Growth, fit_growth
@@ -12,11 +13,12 @@ from ddp_by_hand.measure.runs import (
     STEP,
     Cell,
     beside,
+    memory_beside,
     ratio_beside,
     varying,
 )
 from ddp_by_hand.measure.statistics import Ratio, summarize
-from ddp_by_hand.measure.table import Column
+from ddp_by_hand.measure.table import Column, format_table
 
 Table = tuple[list[Column], list[dict]]
 _MIB = 1 << 20
@@ -131,6 +133,21 @@ def wide_legend(cells: Sequence[Cell]) -> str:
     return " ".join([time_legend(cells), *parts, memory_legend(cells)])
 
 
+def wide_report(
+    cells: Sequence[Cell], more: Callable[[Cell], dict] | None = None, legend: str = ""
+) -> str:
+    """Formats the wide table, how times grow with the length, and what the columns mean.
+
+    `more` is as for `wide_table`; `legend` explains what it adds.
+    """
+    growths = [
+        f"B = {batch}, {variant}: step time grows as {growth} (95 % interval)"
+        for (batch, variant), growth in growths_of(cells).items()
+    ]
+    words = textwrap.wrap(f"{wide_legend(cells)} {legend}", 100)
+    return "\n".join([format_table(*wide_table(cells, more)), *growths, "", *words])
+
+
 def growths_of(cells: Sequence[Cell]) -> dict[tuple[int, str], Growth]:
     """Returns (batch size, variant) -> growth of step time, where lengths suffice for an interval.
 
@@ -205,9 +222,7 @@ def memory_table(cells: Sequence[Cell]) -> Table:
         row = _row(cell) | {key: cell.facts.get(key) for key in ("collectives", "bytes")}
         row |= {"peak": cell.peak_memory_mb, "error": _error(cell)}
         for name, value, heading in against:
-            other = beside(cells, cell, name, value)
-            if other is not None and cell.peak_memory_mb and other.peak_memory_mb:
-                row[f"peak {heading}"] = cell.peak_memory_mb / other.peak_memory_mb
+            row[f"peak {heading}"] = memory_beside(cell, beside(cells, cell, name, value))
         rows.append(row)
     columns = [
         Column("peak", "peak MiB", ",.0f", right=True),
@@ -249,6 +264,12 @@ def ran_as(cell: Cell) -> str | None:
     """Returns the mode that the cell ran as, if that is not the mode it is called."""
     found = cell.facts.get("ran_as")
     return None if found == cell.names.get("mode") else found
+
+
+def say_ran_as(cells: Sequence[Cell]) -> list[str]:
+    """Says of each mode that ran as another which that was: `flash_fsdp ran as ghost_fsdp`."""
+    pairs = dict.fromkeys((cell.names["mode"], ran_as(cell)) for cell in cells if ran_as(cell))
+    return [f"{mode} ran as {reference}" for mode, reference in pairs]
 
 
 def milliseconds(value: float) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ddp_by_hand.measure.report_tables import baselines, milliseconds, ran_as
+from ddp_by_hand.measure.report_tables import baselines, milliseconds, ran_as, say_ran_as
 from ddp_by_hand.measure.results import OK
 from ddp_by_hand.measure.runs import BASELINES, SECTION, Cell, beside, ratio_beside, varying
 from ddp_by_hand.measure.statistics import NOISY, summarize
@@ -24,10 +24,8 @@ def findings(cells: Sequence[Cell]) -> list[str]:
                 f"The gradient of {cell.label} is WRONG (error {cell.gradient_error:.1e}): its "
                 "times mean nothing."
             )
-    references = dict.fromkeys((cell.names["mode"], ran_as(cell)) for cell in cells if ran_as(cell))
-    if references:
-        pairs = ", ".join(f"{mode} ran as {reference}" for mode, reference in references)
-        found.append(f"{pairs}, in plain PyTorch: there were no fused kernels.")
+    if references := say_ran_as(cells):
+        found.append(f"{', '.join(references)}, in plain PyTorch: there were no fused kernels.")
     for length in dict.fromkeys(cell.names.get(SECTION) for cell in cells):
         own = [cell for cell in cells if cell.names.get(SECTION) == length]
         found += [line for baseline in baselines(own) for line in _fastest(own, *baseline)]

@@ -330,6 +330,13 @@ def ratio_beside(cell: Cell, other: Cell | None, metric: str = STEP) -> Ratio | 
     return other and ratio_of_rounds(cell.times(metric), other.times(metric))
 
 
+def memory_beside(cell: Cell, other: Cell | None) -> float | None:
+    """Returns the ratio of peaks of memory, where both are known."""
+    if other is None or not (cell.peak_memory_mb and other.peak_memory_mb):
+        return None
+    return cell.peak_memory_mb / other.peak_memory_mb
+
+
 def varying(cells: Sequence[Cell]) -> list[str]:
     """Returns the settings that differ between two cells that both have them."""
     seen: dict[str, object] = {}

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_by_hand.measure.picture import FAINT, INK, WIDTH, frame, new_figure, save_picture
+from ddp_by_hand.measure.picture import (
+    INK,
+    WIDTH,
+    frame,
+    new_figure,
+    save_picture,
+    write_key,
+    write_note,
+)
 
 from .budget import NOT_TOLD_APART, Budget, less_computed, tells_added
 from .timeline import COMPUTATION, EXPOSED, WAITING
@@ -123,16 +131,12 @@ def _broken(name: str) -> str:
 def _write_words(figure: Figure, shown: list[str], note: list[str]) -> None:
     from matplotlib.patches import Patch
 
-    inches = figure.get_figheight()
     handles = [
         Patch(facecolor=STYLES[p][0], hatch=STYLES[p][1], edgecolor="white", label=STYLES[p][2])
         for p in shown
     ]
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.004, 1 - 0.34 / inches), ncols=3,
-        fontsize=9, frameon=False, handlelength=1.4, columnspacing=1.4,
-    )  # fmt: skip
-    figure.text(0.012, 0.06 / inches, "\n".join(note), fontsize=8, va="bottom", color=FAINT)
+    write_key(figure, handles, 0.34, columns=3)
+    write_note(figure, "\n".join(note))
 
 
 def _note(found: Mapping[str, Budget], basis: str) -> list[str]:

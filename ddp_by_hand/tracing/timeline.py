@@ -14,7 +14,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
+from ddp_by_hand.measure.picture import (
+    FAINT,
+    INK,
+    frame,
+    new_figure,
+    save_picture,
+    write_key,
+    write_note,
+)
 
 from .intervals import Interval, difference, intersection, union
 from .overlap import Overlap, disturbance, hidden_fraction, overlap, representative_step
@@ -218,34 +226,15 @@ def _write_words(figure: Figure, traces: dict[str, list[Trace]]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    inches = figure.get_figheight()
+    hatched = {"edgecolor": "white"}
     handles = [
         Patch(facecolor=COMPUTATION, label="computation"),
         Patch(facecolor=HIDDEN, label="hidden communication"),
-        Patch(
-            facecolor=EXPOSED,
-            edgecolor="white",
-            hatch="/////",
-            label="exposed communication",
-        ),
-        Patch(
-            facecolor=WAITING,
-            edgecolor="white",
-            hatch="....",
-            label="waiting for a slower rank",
-        ),
+        Patch(facecolor=EXPOSED, hatch="/////", label="exposed communication", **hatched),
+        Patch(facecolor=WAITING, hatch="....", label="waiting for a slower rank", **hatched),
         Line2D([], [], color=INK, linewidth=1.6, label="end of backward"),
     ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.004, 1 - 0.32 / inches),
-        ncols=5,
-        fontsize=9,
-        frameon=False,
-        handlelength=1.4,
-        columnspacing=1.4,
-    )
+    write_key(figure, handles, 0.32, columns=5)
     bases = sorted({trace.basis for ranks in traces.values() for trace in ranks})
     one_clock = all(share_clock(ranks) for ranks in traces.values())
     clock = "all ranks on one clock" if one_clock else "each rank from its own start"
@@ -261,4 +250,4 @@ def _write_words(figure: Figure, traces: dict[str, list[Trace]]) -> None:
         note += (
             "\nMachine was busy: other programs made steps longer and ranks wait; profile again."
         )
-    figure.text(0.012, 0.06 / inches, note, fontsize=8, va="bottom", color="#555555")
+    write_note(figure, note)

@@ -79,6 +79,16 @@ def test_a_failed_cell_is_a_row_with_its_reason(settings, pictures, status, bad)
     assert f"{status}: rank 1: why" in line(text, "ddp")
 
 
+def test_one_round_that_failed_is_the_row(settings, pictures):
+    record(settings)
+    cell = plan(settings)[-1]
+    failed = {"status": "oom", "reason": "rank 1: why", "invocation": "x"}
+    Results(settings.output_dir).record({**cell.row(settings, 2, "cpu"), **failed})
+    text, status = report(settings, 2, "cpu")
+    assert status == 1
+    assert "oom: rank 1: why" in line(text, cell.subject.name)
+
+
 def test_what_was_not_measured_is_said(settings, pictures):
     text, status = report(settings, 2, "cpu")
     assert (status, text.count("missing: not measured yet")) == (1, 3)

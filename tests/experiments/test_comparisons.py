@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_by_hand.experiments import correlated_noise, examples_per_step
-from ddp_by_hand.experiments.correlated_noise import split_of
+from ddp_by_hand.experiments.correlated_noise import TUNING_SEED, Split, split_of, tuned
 from ddp_by_hand.experiments.examples_per_step import units_of_pictures
 from dp_clipping import CorrelatedNoise
 from dp_clipping.accounting import cyclic
@@ -38,6 +38,21 @@ def test_correlated_and_independent_noise_spend_the_budget(capsys):
         spent = cyclic.epsilon([[(sigma, 1 / 8, 8)]], 1e-5, CorrelatedNoise(4, epochs).sensitivity)
         assert 7.9 < spent < 8.02
         assert 0 < float(independent.split()[3]) < sigma
+
+
+def test_the_rate_that_is_best_on_other_pictures_is_taken():
+    split = Split(None, "tuning", "test")
+    options = correlated_noise.Options(learning_rates=(1.0, 2.0, 4.0), seeds=2)
+    taken = []
+
+    def train(rate, seed, pictures):
+        taken.append((rate, seed, pictures))
+        return {1.0: 0.5, 2.0: 0.75, 4.0: 0.25}[rate], rate
+
+    rate, runs, _ = tuned(options, split, train)
+    assert (rate, runs) == (2.0, [(0.75, 2.0)] * 2)
+    assert taken[3:] == [(2.0, 0, "test"), (2.0, 1, "test")]
+    assert {one[1:] for one in taken[:3]} == {(TUNING_SEED, "tuning")}
 
 
 def test_pictures_have_one_use_each_and_bands_are_positive(capsys):

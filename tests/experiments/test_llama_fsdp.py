@@ -27,14 +27,15 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
     GridSettings,
     differs,
     merge,
-    read_results,
+    mode_of,
+    read_grid,
     single_result,
     summarize_run,
 )
 from ddp_by_hand.lm.launch import Outcome
 from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.lm.watch import Cause
-from ddp_by_hand.measure.runs import ORDER
+from ddp_by_hand.measure.runs import ORDER, Cell, cells_of
 from dp_clipping.kernels.launch.tiles import available
 from tests.support.forked import run_forked
 from tests.support.page import Page
@@ -199,9 +200,9 @@ def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
         [*command, "--train-embedding", "--output-dir", str(tmp_path)], cwd=ROOT, check=True,
         timeout=1200,
     )  # fmt: skip
-    results = read_results(tmp_path)
-    assert [r["mode"] for r in results] == list(MODES)
-    assert all(len(r["rounds"]) == 2 and r["status"] == "ok" for r in results)
+    results = read_grid(tmp_path)
+    assert [mode_of(cell) for cell in results] == list(MODES)
+    assert all(len(cell.good_rounds) == 2 for cell in results)
 
 
 # ---- the grid, with cells that are not run -------------------------------------------------------
@@ -302,6 +303,10 @@ def results_like(ratios: dict[str, float | str], lengths=(1024, 2048), rounds=2)
     return found
 
 
+def cells_like(*ratios, **sizes) -> list[Cell]:
+    return cells_of(results_like(*ratios, **sizes))
+
+
 ALL = {
     "no_dp": 1.0, "ghost_fsdp": "oom", "flash_fsdp": 1.6, "bookkeeping_fsdp": 1.07,
     "flash_bookkeeping_fsdp": 1.06,
@@ -309,10 +314,10 @@ ALL = {
 
 
 def test_summary_has_ratios_of_each_length_and_failures():
-    text = summarize_run(results_like(ALL))
-    line = next(line for line in text.splitlines() if line.startswith("flash_fsdp"))
-    assert line.split()[1] == "163.8"
-    assert float(line.split()[4]) == pytest.approx(1.6)
+    text = summarize_run(cells_like(ALL))
+    line = next(line for line in text.splitlines() if line.startswith("1024    flash_fsdp"))
+    assert line.split()[2] == "163.8"
+    assert float(line.split()[5]) == pytest.approx(1.6)
     assert "  2 of 2  " in line
     assert "oom: no more" in text
     assert "8 x NVIDIA H200" in text
@@ -331,7 +336,7 @@ def test_a_flash_mode_without_kernels_says_what_it_ran_as(grid, tmp_path):
     assert page.rows("Step time")["flash_bookkeeping_fsdp"]["ran as"] == "bookkeeping_fsdp"
     plain = results_like({"no_dp": 1.0, "ghost_fsdp": 2.0})
     assert [r["ran_as"] for r in plain] == [r["mode"] for r in plain]
-    assert "ran as" not in summarize_run(plain)
+    assert "ran as" not in summarize_run(cells_of(plain))
 
 
 @pytest.mark.slow
@@ -353,16 +358,16 @@ def test_one_cell_that_says_once_what_its_flash_mode_runs_as(tmp_path, monkeypat
 
 def test_reports_have_the_order_of_the_pictures_and_growth_needs_three_lengths():
     assert tuple(mode for mode in MODES if mode != "no_dp") == ORDER
-    assert "grows" not in summarize_run(results_like({"no_dp": 1.0}))
-    text = summarize_run(results_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
-    assert "no_dp: step time grows with the length as T^1.00" in text
+    assert "grows" not in summarize_run(cells_like({"no_dp": 1.0}))
+    text = summarize_run(cells_like({"no_dp": 1.0}, lengths=(512, 1024, 2048)))
+    assert "B = 1, no_dp: step time grows as T^1.00" in text
 
 
 @pytest.mark.parametrize(
     "ratios", [ALL, {"no_dp": "oom", "flash_fsdp": 1.5}, {"ghost_fsdp": "error"}]
 )
 def test_nothing_in_a_picture_overlaps(ratios):
-    results = results_like(ratios)
+    results = cells_like(ratios)
     for name in ("draw_memory", "draw_time", "draw_tradeoff", "draw_overhead"):
         figure = getattr(plots, name)(results)
         canvas = FigureCanvasAgg(figure)
@@ -383,12 +388,12 @@ def test_nothing_in_a_picture_overlaps(ratios):
 
 
 def test_medians_stand_in_a_column_and_every_panel_says_where_its_axis_begins():
-    axes = plots.draw_time(results_like(ALL)).axes[0]
+    axes = plots.draw_time(cells_like(ALL)).axes[0]
     places = {text.get_position()[0] for text in axes.texts if text.get_text().endswith(" ms")}
     dots = [x for line in axes.lines for x in line.get_xdata()]
     assert len(places) == 1
     assert max(dots) < places.pop()
-    results = results_like(ALL)
+    results = cells_like(ALL)
     for axes in plots.draw_tradeoff(results).axes:
         assert axes.get_xlabel().startswith("ms per step (median)")
     for figure in (plots.draw_tradeoff(results), plots.draw_overhead(results)):

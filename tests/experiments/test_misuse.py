@@ -2,6 +2,7 @@
 
 import re
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ PROGRAMS = {
 ONE = "--mode no_dp --seq-length 8 --model-name tiny"
 PLAN = "--examples 1e8 --compute 1e21"
 GRAPHS = "--cuda-graph --networks table"
+ROOT = Path(__file__).parents[2]
 ROWS = {  # words -> a pattern of what is said
     "local_steps": {"--every 0": "give a positive", "--steps 0": "give a positive"},
     "price_noise": {
@@ -43,7 +45,8 @@ ROWS = {  # words -> a pattern of what is said
         "--norm-algorithm width": "give --use-flash too",
     },
     "llama_fsdp": {
-        "--redraw . --dry-run": "--redraw writes", "--redraw no/such/folder": "no result there",
+        "--redraw . --dry-run": "--redraw writes", "--redraw no/such/folder": "no such folder",
+        f"--redraw {ROOT / 'results/records-1xh200'}": "not results of this program",
         f"{ONE} --seq-lengths 32": "leave --seq-lengths out",
         f"{ONE} --rounds 2": "leave --rounds out", f"{ONE} --modes no_dp": "leave --modes out",
         "--modes ghost": "flash_bookkeeping_fsdp", "--mode no_dp": "needs both",

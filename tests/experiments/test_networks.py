@@ -15,6 +15,7 @@ from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_m
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import failure_of, training_of
 from ddp_by_hand.experiments.rounds import report
+from ddp_by_hand.experiments.training import ClassifierTraining
 from ddp_by_hand.measure.options import parse_options
 from ddp_by_hand.measure.picture import read_picture
 from ddp_by_hand.measure.runs import cells_of, read_cells
@@ -35,6 +36,22 @@ def test_a_network_runs_in_small(name):
             assert len(found["step_ms"]) == 1
         else:
             assert found["reason"].startswith("refused: ValueError: "), found
+
+
+def test_a_variant_is_an_engine_its_mode_and_its_clipping(monkeypatch):
+    seen = []
+
+    def note(self, engine, samples, *, grad_sample_mode, clipping, **_):
+        seen.append((type(engine).__module__.split(".")[0], samples, grad_sample_mode, clipping))
+
+    monkeypatch.setattr(ClassifierTraining, "make_private", note)
+    training = ClassifierTraining(torch.nn.Linear(1, 1), CPU)
+    for variant in ("ordinary", "bookkeeping", "flash_per_layer", "opacus_ghost"):
+        training.make_variant(variant, 4)
+    assert seen == [
+        ("dp_clipping", 4, "bookkeeping", "flat"), ("dp_clipping", 4, "flash", "per_layer"),
+        ("opacus", 4, "ghost", "flat"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -110,11 +127,12 @@ def test_the_picture_and_its_table(tmp_path, capsys):
         cells = [
             {"row": row, "variant": variant, "round": n, "config": {"batch": "2 x 3"},
              "status": "ok" if ms and n < 3 else "error",
-             "step_ms": [9.0, ms + n * (ms > 2), 1.0] if n < 3 else None,
+             **({"step_ms": [9.0, ms + n * (ms > 2), 1.0]} if ms and n < 3 else {}),
              "peak_memory_mb": 10 * ms, **({} if n else {"kernel_ms": ms})}
             for n in range(rounds) for row in (name, other) for variant, ms in medians.items()
         ]  # fmt: skip
-        path.write_text(json.dumps({"cells": cells}))
+        path = path.with_suffix(".json")
+        path.write_text(json.dumps({"schema_version": 1, "cells": cells}))
         return str(path)
 
     eager = run(tmp_path / "e", 4, ordinary=2.0, flash_bookkeeping=3.0, opacus_hooks=8.0)
@@ -126,7 +144,7 @@ def test_the_picture_and_its_table(tmp_path, capsys):
     line = f"| `vit_b16`, 2 × 3 | – | {medians} | 1.50 | 4.50 | – | 1.50 / 4.00 / – |"
     assert line in capsys.readouterr().out.split("\n")
     assert "0 of 2 networks" in read_picture(target).description
-    (tmp_path / "g").write_text("{}")
+    (tmp_path / "g.json").write_text("{}")
     assert picture.main(files) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

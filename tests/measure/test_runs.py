@@ -6,7 +6,14 @@ import re
 import pytest
 
 from ddp_by_hand.measure import Results
-from ddp_by_hand.measure.runs import beside, differing, ratio_beside, read_cells, varying
+from ddp_by_hand.measure.runs import (
+    beside,
+    differing,
+    memory_beside,
+    ratio_beside,
+    read_cells,
+    varying,
+)
 from tests.support.rows import llama_row, record_benchmark, steps, write_llama
 
 
@@ -94,6 +101,14 @@ def test_a_baseline_differs_in_one_name_and_does_the_same_work(tmp_path):
     assert beside([ddp, larger], ddp, "implementation", "none") is None
     assert differing(none.settings, larger.settings) == ["batch_size"]
     assert ratio_beside(ddp, none).value == pytest.approx(1.2)
+
+
+def test_memory_is_compared_where_both_are_known(tmp_path):
+    record_benchmark(tmp_path, {"none": 10.0, "lost": "oom"})
+    record_benchmark(tmp_path, {"ddp": 12.0}, memory=150)
+    none, lost, ddp = read_cells(tmp_path)
+    assert memory_beside(ddp, none) == 1.5
+    assert memory_beside(lost, none) is memory_beside(ddp, lost) is memory_beside(ddp, None) is None
 
 
 def test_ranks_that_share_a_batch_have_no_ratio(tmp_path):

@@ -21,7 +21,7 @@ from ddp_by_hand.experiments.kernels.one_layer import (
     predicted_ms,
 )
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
+from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture, write_key
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
     ALGORITHMS,
@@ -214,10 +214,7 @@ def _write_around(figure, results: dict) -> None:
         Line2D([], [], lw=1.5, ms=6, mfc="white", mew=1.4, label=MEANINGS[name], **style)
         for name, style in STYLES.items()
     ]
-    figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.004, 0.92), ncols=3,
-        frameon=False, fontsize=8.5, handlelength=3.2, columnspacing=1.6,
-    )  # fmt: skip
+    write_key(figure, handles, 0.4, columns=3, handlelength=3.2)
     figure.text(0.012, 0.105, caption(results), size=8, color=FAINT, va="top", linespacing=1.4)
 
 

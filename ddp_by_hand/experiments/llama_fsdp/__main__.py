@@ -14,7 +14,7 @@ from ddp_by_hand.experiments.llama_fsdp.plan import describe_plan, run_of, say_r
 from ddp_by_hand.experiments.llama_fsdp.results import (
     GridCell,
     merge,
-    read_results,
+    read_grid,
     summarize_run,
 )
 from ddp_by_hand.experiments.llama_fsdp.run import Run, Start, check_model, from_first
@@ -94,9 +94,9 @@ def redraw(folder: Path) -> int:
     """Draws pictures and writes summary and report again, from finished results."""
     from ddp_by_hand.experiments.llama_fsdp.plots import draw
 
-    results = read_results(folder)
-    write_atomically(folder / "summary.txt", summarize_run(results))
-    paths = draw(results, folder / "visualizations")
+    cells = read_grid(folder)
+    write_atomically(folder / "summary.txt", summarize_run(cells))
+    paths = draw(cells, folder / "visualizations")
     print(f"{folder}: summary.txt, {', '.join(path.name for path in paths)}")
     print(say_report(folder))
     return 0

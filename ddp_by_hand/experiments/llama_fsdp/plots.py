@@ -21,6 +21,7 @@ from ddp_by_hand.experiments.llama_fsdp.overhead import draw_overhead
 from ddp_by_hand.experiments.llama_fsdp.results import BASELINE
 from ddp_by_hand.experiments.llama_fsdp.tradeoff import draw_tradeoff
 from ddp_by_hand.measure.picture import save_picture
+from ddp_by_hand.measure.runs import Cell
 
 PICTURES = {
     "memory_comparison": (
@@ -47,9 +48,9 @@ PICTURES = {
 """File -> what draws it, and how to read it."""
 
 
-def draw(results: Sequence[dict], folder: Path) -> list[Path]:
+def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Writes all four; returns their paths."""
     paths = [folder / f"{name}.png" for name in PICTURES]
     for path, (make, sentence) in zip(paths, PICTURES.values(), strict=True):
-        save_picture(make(results), path, sentence)
+        save_picture(make(cells), path, sentence)
     return paths

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 from ddp_by_hand.lm.runtime import Hardware
-from ddp_by_hand.measure import OK, SCHEMA_VERSION, Ratio, cell_key, format_table, summarize
-from ddp_by_hand.measure.report_tables import growths_of, milliseconds, wide_legend, wide_table
-from ddp_by_hand.measure.runs import SECTION, Cell, cells_of
-from ddp_by_hand.measure.statistics import ratio_of_rounds
+from ddp_by_hand.measure import OK, SCHEMA_VERSION, cell_key, summarize
+from ddp_by_hand.measure.report_tables import milliseconds, say_ran_as, wide_report
+from ddp_by_hand.measure.runs import SECTION, Cell, cells_of, read_cells
 from ddp_by_hand.measure.words import counted
 
 BASELINE = "no_dp"
@@ -27,6 +24,7 @@ MODES = {
 """Mode -> `grad_sample_mode`."""
 RARE = {"enable_profiling": False, "norm_algorithm": "auto"}  # and what they usually are
 MIB, GIB = 1 << 20, 1 << 30
+PART = "forward_backward_ms"
 
 
 @dataclass(frozen=True)
@@ -159,20 +157,16 @@ def merge(results: Sequence[dict]) -> dict:
     It is `ok` if a round is; `rounds` says how each went.
     """
     rounds = sorted((r for result in results for r in result["rounds"]), key=lambda r: r["round"])
-    good = [r for r in rounds if r["status"] == OK]
     last = next((r for r in reversed(results) if r["rounds"][-1]["status"] == OK), results[-1])
-    failed = None if good else rounds[-1]
-    steps = [x for r in good for x in r["step_ms"]]
-    parts = [x for r in good for x in r["forward_backward_ms"]]
+    (cell,) = cells_of([{**last, "rounds": rounds}])
+    steps, parts, peak = cell.samples(), cell.samples(PART), cell.peak_memory_mb
     rest = [a - b for a, b in zip(steps, parts, strict=True)]
-    peaks = [r["peak_memory_mb"] for r in good if r["peak_memory_mb"] is not None]
-    peak = max(peaks, default=None)
-    phases = {"forward_backward_ms": parts, "optimizer_step_ms": rest}
+    phases = {PART: parts, "optimizer_step_ms": rest}
     spread = summarize(steps) if steps else None
     return {
         **last,
-        "status": OK if good else failed["status"],
-        "reason": None if good else failed["reason"],
+        "status": cell.status,
+        "reason": cell.reason,
         "peak_memory_mb": peak,
         "peak_memory_gb": None if peak is None else peak / 1024,
         "avg_time_ms": sum(steps) / len(steps) if steps else None,
@@ -196,118 +190,71 @@ def differs(settings: GridSettings, world_size: int, result: dict) -> str:
     return ", ".join(others)
 
 
-def read_results(folder: Path) -> list[dict]:
-    """Reads the result files of a folder, sorted by length and mode.
+# ---- all results ---------------------------------------------------------------------------------
+
+
+def read_grid(folder: Path) -> list[Cell]:
+    """Reads the results of a folder, sorted by length and mode.
 
     Raises:
         ValueError: there are none, or one is not of this program.
     """
-    found = []
-    for path in sorted(folder.glob("*_seq*_result.json")):
-        try:
-            result = json.loads(path.read_text())
-            if result["schema_version"] != SCHEMA_VERSION or result["mode"] not in MODES:
-                raise ValueError
-            result["rounds"], result["seq_length"], result["config"]["model_name"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path}: not a result of this program; remove it, or name another folder"
-            ) from None
-        found.append(result)
-    if not found:
-        raise ValueError(f"{folder}: no result there (MODE_seqT_result.json)")
+    cells = read_cells(folder)
+    if any(mode_of(cell) not in MODES or "model_name" not in cell.settings for cell in cells):
+        raise ValueError(f"{folder}: not results of this program; name another folder")
     order = list(MODES)
-    return sorted(found, key=lambda r: (r["seq_length"], order.index(r["mode"])))
+    return sorted(cells, key=lambda cell: (cell.names[SECTION], order.index(mode_of(cell))))
 
 
-# ---- what is compared ----------------------------------------------------------------------------
+def mode_of(cell: Cell) -> str:
+    return cell.names.get("mode", "")
 
 
-def good_rounds(result: dict) -> dict[int, dict]:
-    return {r["round"]: r for r in result["rounds"] if r["status"] == OK}
+def good(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.status == OK]
 
 
-def time_ratio(result: dict, baseline: dict | None, key: str = "step_ms") -> Ratio | None:
-    """Returns the ratio to the baseline's times, over the rounds that both have."""
-    if baseline is None:
-        return None
-    own, base = ({n: r[key] for n, r in good_rounds(x).items()} for x in (result, baseline))
-    return ratio_of_rounds(own, base)
+def lengths_of(cells: Sequence[Cell]) -> list[int]:
+    return sorted({cell.names[SECTION] for cell in cells})
 
 
-def memory_ratio(result: dict, baseline: dict | None) -> float | None:
-    if baseline is None or not (result["peak_memory_mb"] and baseline["peak_memory_mb"]):
-        return None
-    return result["peak_memory_mb"] / baseline["peak_memory_mb"]
+def on_gpu(cell: Cell) -> bool:
+    return cell.machine["device_type"] == "cuda"
 
 
-def baseline_of(results: Sequence[dict], seq_length: int) -> dict | None:
-    """Returns the measured `no_dp` of that length."""
-    for r in results:
-        if (r["mode"], r["seq_length"], r["status"]) == (BASELINE, seq_length, OK):
-            return r
-    return None
-
-
-def lengths_of(results: Sequence[dict]) -> list[int]:
-    return sorted({r["seq_length"] for r in results})
-
-
-def describe_run(results: Sequence[dict]) -> str:
+def describe_run(cells: Sequence[Cell]) -> str:
     """Describes a run in one line: model, batch, devices, versions, date."""
-    first = next((r for r in results if r["status"] == OK), results[0])
-    config, place = first["config"], first["environment"] or {}
-    gpus = [gpu["name"] for gpu in place.get("gpus") or []]
-    count = first["num_processes"]
+    first = next(iter(good(cells)), cells[0])
+    settings, place = first.settings, (*first.environments, {})[0]
+    gpus, count = [gpu["name"] for gpu in place.get("gpus") or []], settings["world_size"]
     processes = counted(count, "process", "processes")
-    where = f"{count} x {gpus[0]}" if gpus and first["num_gpus"] else f"{processes} on CPU"
-    parts = [
-        config["model_name"], f"batch {first['batch_size']} per rank", where,
-        f"clipping {config['clipping']}",
-        "embedding trained" if config["train_embedding"] else "embedding frozen",
+    where = f"{count} x {gpus[0]}" if gpus and on_gpu(first) else f"{processes} on CPU"
+    return ", ".join([
+        settings["model_name"], f"batch {settings['batch_size']} per rank", where,
+        f"clipping {settings['clipping']}",
+        "embedding trained" if settings["train_embedding"] else "embedding frozen",
         f"torch {place.get('torch', '?')}", str(place.get("date", "?"))[:10],
-    ]  # fmt: skip
-    parts += [
-        f"{mode} ran as {reference}" for mode, reference in modes_run_as_others(results).items()
-    ]
-    return ", ".join(parts)
-
-
-def modes_run_as_others(results: Sequence[dict]) -> dict[str, str]:
-    """Returns mode -> reference mode, for the modes that ran as their reference mode."""
-    pairs = ((r["mode"], r.get("ran_as", r["mode"])) for r in results)
-    return {mode: reference for mode, reference in pairs if reference != mode}
+        *say_ran_as(cells),
+    ])  # fmt: skip
 
 
 # ---- summary.txt ---------------------------------------------------------------------------------
 
 
-def summarize_run(results: Sequence[dict]) -> str:
-    """Formats one table per sequence length, growth with the length, and the columns' meanings."""
-    cells = cells_of(results)
-    lines = [f"Private training under FSDP2: {describe_run(results)}", ""]
-    for length in lengths_of(results):
-        own = [cell for cell in cells if cell.names[SECTION] == length]
-        table = format_table(*wide_table(own, _rest), title=f"{length} tokens per sample")
-        lines += [table, ""]
-    growths = [
-        f"{mode}: step time grows with the length as {growth}"
-        for (_, mode), growth in growths_of(cells).items()
-    ]
-    if growths:
-        lines += [*growths, "the exponents' 95 % intervals are wide where lengths are few", ""]
-    if references := modes_run_as_others(results):
-        pairs = ", ".join(f"{mode} ran as {reference}" for mode, reference in references.items())
-        lines.append(f"{pairs}, in plain PyTorch: there were no fused kernels.")
+def summarize_run(cells: Sequence[Cell]) -> str:
+    """Formats a table of all cells, growth with the length, and the columns' meanings."""
     legend = (
-        f"{wide_legend(cells)} Forward backward: clipping and the exchange of sums included; noise "
-        "and AdamW are the rest. Batches of fixed size on random tokens: no epsilon is stated."
+        "Forward backward: clipping and the exchange of sums included; noise and AdamW are the "
+        "rest. Batches of fixed size on random tokens: no epsilon is stated."
     )
-    return "\n".join([*lines, *textwrap.wrap(legend, 100), ""])
+    if references := say_ran_as(cells):
+        legend += f" {', '.join(references)}, in plain PyTorch: there were no fused kernels."
+    title = f"Private training under FSDP2: {describe_run(cells)}"
+    return f"{title}\n\n{wide_report(cells, _rest, legend)}\n"
 
 
 def _rest(cell: Cell) -> dict[str, str]:
     """Returns the time of noise and AdamW."""
-    both = zip(cell.samples(), cell.samples("forward_backward_ms"), strict=True)
+    both = zip(cell.samples(), cell.samples(PART), strict=True)
     rest = [whole - part for whole, part in both]
     return {"noise and AdamW ms": milliseconds(median(rest))} if rest else {}

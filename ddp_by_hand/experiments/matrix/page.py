@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from ddp_by_hand.experiments.matrix.trial import CHANGED, FAILED, REFUSED, WORKS, Outcome, Row
 
@@ -26,13 +25,12 @@ sentence of the message, which goes on with what to do instead. *Failed* is what
 or a step that is not exact. The loss is the cross-entropy of the outputs, and sequences of tokens
 are padded on the right.
 """
-_FAMILY = re.compile(r"^## (\w+)\n", re.MULTILINE)
-_SECTION = re.compile(r"^### (.+?): (\d+) of (\d+) work\n", re.MULTILINE)
+FAMILY = re.compile(r"^## (\w+)\n", re.MULTILINE)
 
 
 def written(page: str, family: str, outcomes: Sequence[Outcome], measured: str) -> str:
     """Returns a page (perhaps empty) with the section of this family anew, in its place."""
-    parts = _FAMILY.split(page)
+    parts = FAMILY.split(page)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     sections[family] = f"\n{measured}\n\n" + "\n".join(_section(*part) for part in _by(outcomes))
     return "\n".join(
@@ -40,23 +38,8 @@ def written(page: str, family: str, outcomes: Sequence[Outcome], measured: str) 
     )
 
 
-def read(path: Path, family: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """Returns (section, name) -> (status, words) of a page's family."""
-    parts = _FAMILY.split(path.read_text())
-    text = dict(zip(parts[1::2], parts[2::2], strict=True)).get(family, "")
-    sections, found = _SECTION.split(text), {}
-    for section, body in zip(sections[1::4], sections[4::4], strict=True):
-        for line in body.splitlines():
-            if line.startswith("`"):
-                found |= {(section, n): (WORKS, "") for n in re.findall("`([^`]+)`", line)}
-            elif row := re.fullmatch(r"\| (`.+`) \| (changed|refused|failed): (.+) \|", line):
-                for name in re.findall("`([^`]+)`", row[1]):
-                    found[section, name] = row[2], row[3]
-    return found
-
-
 def words_of(outcome: Outcome) -> tuple[str, str]:
-    """Returns status and words of an outcome as `read` finds them on a page."""
+    """Returns status and words of an outcome as they stand on a page."""
     words = outcome.words
     if outcome.status in (REFUSED, FAILED):
         words = " ".join(words.replace("|", "/").replace("`", "'").split())

@@ -7,10 +7,9 @@ Files are what `--output` of `experiments.networks` wrote: without and with --cu
 same networks on the same machine. The same is printed as a table for a document. Needs no GPU.
 """
 
-import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 from ddp_by_hand.experiments.networks.__main__ import OPACUS
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.rounds import BASELINE
-from ddp_by_hand.measure import OK
 from ddp_by_hand.measure.command_line import check_file, ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options
 from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
+from ddp_by_hand.measure.runs import STEP, Cell, Round, read_cells
 from ddp_by_hand.measure.table import format_table
 
 PROGRAM = "ddp_by_hand.experiments.networks.picture"
@@ -34,7 +33,7 @@ MARKS = {
 }
 
 RESULTS = Path("results/networks-1xh200")
-Steps = dict[tuple[str, str], list[dict[str, Any]]]  # of a network and a variant, by round
+Cells = dict[tuple[str, str], Cell]  # of a network and a variant
 
 
 # fmt: off
@@ -49,38 +48,43 @@ class Options:
         check_file("--picture", self.picture)
 
 
-def steps_of(path: Path) -> Steps:
+def cells_in(path: Path) -> Cells:
     """Returns the cells of a run. Raises ValueError if it is none."""
-    found: Steps = {}
     try:
-        for cell in sorted(json.loads(path.read_text())["cells"], key=lambda c: c["round"]):
-            found.setdefault((cell["row"], cell["variant"]), []).append(cell)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {(c.names["row"], c.names["variant"]): c for c in read_cells(path)}
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: no results of experiments.networks: {error!r}") from None
-    return found
 
 
-def ratios(steps: Steps, row: str, variant: str, key: str = "step_ms") -> list[float]:
-    """Returns how a variant's median compares with the ordinary step's, in each round."""
-    pairs = zip(steps.get((row, variant), []), steps.get((row, BASELINE), []), strict=False)
-    return [
-        _median(ours, key) / _median(ordinary, key)
-        for ours, ordinary in pairs
-        if ours["status"] == ordinary["status"] == OK and key in ours  # kernels: of one round
-    ]
+def step_of(one: Round) -> float:
+    return statistics.median(one.times[STEP])
 
 
-def _median(cell: dict[str, Any], key: str) -> float:
-    return statistics.median(cell[key]) if isinstance(cell[key], list) else cell[key]
+def ratios(
+    cells: Cells, row: str, variant: str, of: Callable[[Round], float] = step_of
+) -> list[float]:
+    """Returns how a variant compares with the ordinary step, in each round: medians of steps."""
+    ours, ordinary = cells.get((row, variant)), cells.get((row, BASELINE))
+    if ours is None or ordinary is None:
+        return []
+    others = {one.number: of(one) for one in ordinary.good_rounds}
+    return [of(one) / others[one.number] for one in ours.good_rounds if one.number in others]
 
 
-def ratio(steps: Steps, row: str, variant: str, key: str = "step_ms") -> float | None:
+def ratio(*arguments: Any) -> float | None:
     """Returns the median of `ratios`; None if no round has both."""
-    found = ratios(steps, row, variant, key)
+    found = ratios(*arguments)
     return statistics.median(found) if found else None
 
 
-def draw(path: Path, eager: Steps, graphs: Steps) -> None:
+def ratio_of_kernels(cells: Cells, row: str) -> float | None:
+    """Returns the ratio of the times of all kernels, which are of one round."""
+    both = [cells.get((row, variant)) for variant in (OURS, BASELINE)]
+    ours, ordinary = (cell and cell.facts.get("kernel_ms") for cell in both)
+    return ours / ordinary if ours and ordinary else None
+
+
+def draw(path: Path, eager: Cells, graphs: Cells) -> None:
     """Writes the picture: a bar a network as CUDA graphs, and marks of eager steps."""
     best = {row: ratio(graphs, row, OURS) or ratio(eager, row, OURS) for row in ROWS}
     rows = sorted((row for row in ROWS if best[row]), key=lambda row: -best[row])
@@ -116,38 +120,39 @@ def draw(path: Path, eager: Steps, graphs: Steps) -> None:
     save_picture(figure, path, f"{TITLE}: at most 1.1 on {below} of {len(rows)} networks as graphs")
 
 
-def document(eager: Steps, graphs: Steps) -> str:
+def document(eager: Cells, graphs: Cells) -> str:
     """Returns the table as Markdown: milliseconds ordinary / private, and their ratio.
 
     With several rounds these are medians of them, and the least and the largest ratio follow.
     """
 
-    def pair(steps: Steps, row: str) -> str:
-        found = ratios(steps, row, OURS)
+    def pair(cells: Cells, row: str) -> str:
+        found = ratios(cells, row, OURS)
         if not found:
             return "–"
-        both = ([c for c in steps[row, v] if c["status"] == OK] for v in (BASELINE, OURS))
-        medians = (statistics.median(_median(c, "step_ms") for c in cells) for cells in both)
-        text = " / ".join(f"{ms:.1f}" for ms in medians)
+        both = (map(step_of, cells[row, variant].good_rounds) for variant in (BASELINE, OURS))
+        text = " / ".join(f"{statistics.median(ms):.1f}" for ms in both)
         text += f", {statistics.median(found):.2f}"
         return text + (f" [{min(found):.2f}, {max(found):.2f}]" if len(found) > 1 else "")
 
-    def one(row: str, variant: str, key: str) -> str:
-        found = ratio(eager, row, variant, key)
+    def shown(found: float | None) -> str:
         return "–" if found is None else f"{found:.2f}"
+
+    def memory(row: str, variant: str) -> str:
+        return shown(ratio(eager, row, variant, lambda one: one.peak_memory_mb))
 
     table = [
         {
-            "network, batch": f"`{row}`, " + cells[0]["config"]["batch"].replace(" x ", " × "),
+            "network, batch": f"`{row}`, " + cell.settings["batch"].replace(" x ", " × "),
             "graph": pair(graphs, row),
             "eager": pair(eager, row),
-            "kernels": one(row, OURS, "kernel_ms"),
-            "Opacus `hooks`": one(row, OPACUS[0], "step_ms"),
-            "`ghost`": one(row, OPACUS[1], "step_ms"),
-            "peak memory": " / ".join(one(row, v, "peak_memory_mb") for v in (OURS, *OPACUS)),
+            "kernels": shown(ratio_of_kernels(eager, row)),
+            "Opacus `hooks`": shown(ratio(eager, row, OPACUS[0])),
+            "`ghost`": shown(ratio(eager, row, OPACUS[1])),
+            "peak memory": " / ".join(memory(row, variant) for variant in (OURS, *OPACUS)),
         }
         for row in ROWS
-        if (cells := eager.get((row, BASELINE)))
+        if (cell := eager.get((row, BASELINE)))
     ]
     return format_table(list(table[0]), table, markdown=True)
 
@@ -157,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table and writes the picture. Returns 0, or 2 without such results."""
     options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     try:
-        eager, graphs = steps_of(options.eager), steps_of(options.graphs)
+        eager, graphs = cells_in(options.eager), cells_in(options.graphs)
         if not any((row, BASELINE) in eager for row in ROWS):
             raise ValueError(f"{options.eager}: no steps of these networks")
     except ValueError as error:

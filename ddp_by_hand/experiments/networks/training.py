@@ -14,11 +14,9 @@ from torch import Tensor
 
 import dp_clipping
 from ddp_by_hand.experiments.networks.rows import NetworkRow, Task
-from ddp_by_hand.experiments.rounds import BASELINE, PER_LAYER
-from ddp_by_hand.experiments.training import ClassifierTraining
+from ddp_by_hand.experiments.training import OPACUS, ClassifierTraining
 from ddp_by_hand.lm.watch import describe, status_of
 
-OPACUS = "opacus_"  # in front of the name of one of its modes
 _ENGINES = tuple(str(Path(package.__file__).parent) for package in (dp_clipping, opacus))
 
 
@@ -49,19 +47,12 @@ def training_of(
     task = row.build(is_small, device)
     capturable = cuda_graph and device.type == "cuda"
     training = NetworkTraining(task, device, capturable)
-    if variant != BASELINE:
-        engine = opacus if variant.startswith(OPACUS) else dp_clipping
-        if capturable and engine is opacus:
-            raise ValueError("Opacus has no step that can be captured: measure it eagerly")
-        options = {"cuda_graph": True} if capturable else {}
-        for opacus_says in ("Secure RNG turned off", "Full backward hook is firing"):
-            warnings.filterwarnings("ignore", message=opacus_says)
-        training.make_private(
-            engine.PrivacyEngine(accountant="rdp"), len(task.targets), noise_multiplier=1.0,
-            max_grad_norm=1.0, clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
-            grad_sample_mode=variant.removeprefix(OPACUS).removesuffix(PER_LAYER),
-            **options,
-        )  # fmt: skip
+    if capturable and variant.startswith(OPACUS):
+        raise ValueError("Opacus has no step that can be captured: measure it eagerly")
+    for opacus_says in ("Secure RNG turned off", "Full backward hook is firing"):
+        warnings.filterwarnings("ignore", message=opacus_says)
+    options = {"cuda_graph": True} if capturable else {}
+    training.make_variant(variant, len(task.targets), **options)
     if compiled:
         task.network.compile()
     return training, (task.inputs, task.targets)

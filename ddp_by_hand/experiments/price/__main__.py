@@ -15,12 +15,13 @@ AdamW. With --compile every variant's decoder layers are compiled, also those wi
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD
+from ddp_by_hand.experiments.networks.bounds import kernels_of
 from ddp_by_hand.experiments.price.models import MODELS, compile_layers
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
@@ -37,7 +38,7 @@ from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.timing import time_steps
 from ddp_by_hand.measure.command_line import ending_quietly, refuse
 from ddp_by_hand.measure.options import option, parse_options, positive
-from dp_clipping import MODES, PrivacyEngine
+from dp_clipping import MODES
 
 PROGRAM = "ddp_by_hand.experiments.price"
 VARIANTS = (BASELINE, "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
@@ -73,16 +74,7 @@ def training_of(variant: str, samples: int, options: Options, device: torch.devi
     torch.manual_seed(0)
     network = MODELS[options.model].build(options.layers, device)
     training = ClassifierTraining(network, device)
-    if variant != BASELINE:
-        if variant.startswith("opacus_"):
-            from opacus import PrivacyEngine as Engine
-        else:
-            Engine = PrivacyEngine
-        training.make_private(
-            Engine(accountant="rdp"), samples, noise_multiplier=1.0, max_grad_norm=1.0,
-            clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
-            grad_sample_mode=variant.removeprefix("opacus_").removesuffix(PER_LAYER),
-        )  # fmt: skip
+    training.make_variant(variant, samples)
     if options.compile:
         compile_layers(network)
     return training
@@ -100,30 +92,17 @@ def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
     training = training_of(cell.variant, cell.row.samples, options, device)
     found = costs_of(time_steps(training, [batch] * (WARM_UP + options.steps), WARM_UP, device))
     if options.profile:
-        with torch.profiler.profile() as recorder:
-            training.backward(batch)
-            training.step()
-            torch.cuda.synchronize()
         print(f"{cell.variant} {cell.row}: kernels by time")
-        print("\n".join(slowest(recorder)))
+        print("\n".join(slowest(kernels_of(training, batch))))
     return found
 
 
-def slowest(recorder: torch.profiler.profile, count: int = 30) -> list[str]:
+def slowest(kernels: Mapping[str, tuple[float, float]], count: int = 30) -> list[str]:
     """Lists the kernels of one step by total time: milliseconds, calls, name."""
-    events = [
-        event
-        for event in recorder.key_averages()
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events) / 1000
-    lines = [f"{total:8.2f} ms in all"]
-    for event in events[:count]:
-        lines.append(
-            f"{event.self_device_time_total / 1000:8.2f} {event.count:5d}  {event.key[:90]}"
-        )
-    return lines
+    rows = sorted(kernels.items(), key=lambda row: -row[1][0])[:count]
+    total = sum(ms for ms, _ in kernels.values())
+    lines = [f"{ms:8.2f} {calls:5.0f}  {name[:90]}" for name, (ms, calls) in rows]
+    return [f"{total:8.2f} ms in all", *lines]
 
 
 @ending_quietly

@@ -22,12 +22,13 @@ from ddp_by_hand.measure.growth import Growth
 from ddp_by_hand.measure.picture import (
     FAINT,
     INK,
-    apart,
+    Label,
     frame,
     new_figure,
     save_picture,
     three_digits,
     wrap,
+    write_labels,
 )
 
 # phases that an ordinary step has too are grey
@@ -42,7 +43,6 @@ HEIGHT = 6.6  # inches
 SMALLEST = 0.002  # of the longest step: smaller phases are left out
 TALL, LOW = 0.435, 0.19  # heights of the axes, in heights of the figure
 SUBTITLE = 0.023  # height of a line of it, in heights of the figure
-LINE = 0.053  # of the tall axes' height: of one label
 
 
 def draw(rows: Sequence[Mapping[str, Any]], limit_mb: float | None, path: Path) -> None:
@@ -95,7 +95,8 @@ def _draw_times(axes: Any, good: Sequence[Mapping], fits: Mapping[str, Growth]) 
             axes.plot(ends, [growth.at(x) for x in ends], color=colour, ls=DASHES.get(name, "-"),
                       lw=2.2 if name == "total" else 1.4)  # fmt: skip
         text = f"{name} {three_digits(points[-1][1])} ms"
-        labels.append((points[-1][1], text, "" if growth is None else str(growth), colour))
+        more = "" if growth is None else str(growth)
+        labels.append(Label(*points[-1], text, colour, more=more))
     _tick(axes)
     axes.set_ylabel("ms per step", size=8.5, color=FAINT)
     axes.set_title(
@@ -107,7 +108,7 @@ def _draw_times(axes: Any, good: Sequence[Mapping], fits: Mapping[str, Growth]) 
               transform=axes.transAxes)  # fmt: skip
     axes.grid(axis="y", color="#E6E6E6", lw=0.6)
     axes.set_axisbelow(True)
-    _column(axes, labels)
+    write_labels(axes, labels)
 
 
 def _tick(axes: Any) -> None:
@@ -138,7 +139,8 @@ def _draw_memory(axes: Any, rows, good, fits: Mapping[str, Growth], limit_mb) ->
     if known:
         fit = fits.get("memory")
         text = f"peak {known[-1][1]:.2f} GiB"
-        _column(axes, [(known[-1][1], text, "" if fit is None else str(fit), INK)])
+        more = "" if fit is None else str(fit)
+        write_labels(axes, [Label(*known[-1], text, INK, more=more)])
     if limit:
         axes.axhline(limit, color=COLOURS["norms"], lw=1.2, ls=(0, (4, 3)))
         axes.text(0.01, limit, f" limit {limit:.3g} GiB", size=8.5, color=COLOURS["norms"],
@@ -154,19 +156,3 @@ def _draw_memory(axes: Any, rows, good, fits: Mapping[str, Growth], limit_mb) ->
 def _memory_title(good: Sequence[Mapping]) -> str:
     what = "" if good[-1]["device_type"] == "cuda" else " (resident, with Python and libraries)"
     return f"Peak memory of the largest rank{what}"
-
-
-def _column(axes: Any, labels: Sequence[tuple[float, str, str, str]]) -> None:
-    """Writes labels right of the axes, close to their points and at least a line apart."""
-    height = LINE * TALL / axes.get_position().height  # the same in inches on either axes
-    ordered = sorted(labels, key=lambda label: label[0])
-    heights = axes.transData.transform([(1, value) for value, *_ in ordered])
-    points = axes.transAxes.inverted().transform(heights)[:, 1]
-    for (_, name, growth, colour), point, y in zip(
-        ordered, points, apart(points, height), strict=True
-    ):
-        axes.plot([1.0, 1.03, 1.05], [point, y, y], color=colour, lw=0.7, clip_on=False,
-                  transform=axes.transAxes)  # fmt: skip
-        style = {"size": 8.5, "color": colour, "va": "center", "transform": axes.transAxes}
-        axes.text(1.06, y, name, weight="bold", **style)
-        axes.text(1.48, y, growth, **style)

@@ -31,6 +31,7 @@ from typing import Any
 from ddp_by_hand.experiments.llama_fsdp.results import MODES, describe_run
 from ddp_by_hand.measure import OK, OOM
 from ddp_by_hand.measure.growth import Growth, fit_growth
+from ddp_by_hand.measure.runs import cells_of
 
 PHASES = (
     "forward", "first backward", "norms", "coefficients", "second backward", "sums", "collectives",
@@ -134,7 +135,7 @@ def bounds(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> 
 
 def described(rows: Sequence[Mapping[str, Any]]) -> str:
     """Describes the mode and the run."""
-    return f"{MODES[rows[0]['mode']]}, {describe_run(rows)}"
+    return f"{MODES[rows[0]['mode']]}, {describe_run(cells_of(rows))}"
 
 
 def headline(rows: Sequence[Mapping[str, Any]], limit_mb: float | None = None) -> str:

@@ -2,13 +2,12 @@
 
 import math
 import statistics
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ddp_by_hand.experiments.records.rows import ROWS, STDLIB
 from ddp_by_hand.measure import OK, Column, format_table
-from ddp_by_hand.measure.report_tables import wide_legend, wide_table
+from ddp_by_hand.measure.report_tables import wide_report
 from ddp_by_hand.measure.runs import Cell, cells_of
 
 TRIED = ("batches", "epochs", "rate", "clip", "groups", "decay", "sampling", "views")
@@ -45,8 +44,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             "paper": row.source,
         }
 
-    lines = [format_table(*wide_table(cells, more)), ""]
-    return "\n".join(lines + textwrap.wrap(f"{LEGEND} {wide_legend(cells)}", 100))
+    return wide_report(cells, more, LEGEND)
 
 
 def spread(scores: Sequence[float], unit: str) -> str:
