@@ -73,7 +73,7 @@ class ForwardBackward:
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
-        self._backwards = 0  # of samples, under tensor parallelism
+        self._backwards = 0  # of samples, under tensor parallelism; refused ones do not count
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
@@ -259,7 +259,7 @@ class ForwardBackward:
         Raises:
             RuntimeError: if ranks of a tensor-parallel axis have different samples, found in the
                 first backward, or different gradients of a parameter that each of them has whole,
-                found in backwards 1, 2, 4, 8, ...
+                found in backwards 1, 2, 4, 8, ..; after a refusal these are counted anew
         """
         state = self.state
         if private_step is not state.pending:
@@ -342,9 +342,10 @@ class ForwardBackward:
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
     ) -> BatchNorms:
         reducer = self.context.reducer
-        self._backwards += reducer.splits_parameters
-        if self._backwards == 1:
-            reducer.check_same_samples(losses)
+        if reducer.splits_parameters:
+            if not self._backwards:
+                reducer.check_same_samples(losses)
+            self._backwards += 1
         mark = Mark(self._carried.state)
         try:
             norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
@@ -360,9 +361,10 @@ class ForwardBackward:
                 for check in private_step.checks:
                     check()
         if self._backwards and not self._backwards & (self._backwards - 1):
-            # Not only in the first: LoRA's A has no gradient there.
-            taken = private_step.work.norms
+            # Not only in the first: LoRA's A has no gradient there. A refusal begins anew.
+            taken, count, self._backwards = private_step.work.norms, self._backwards, 0
             taken.split.refuse_differences(taken.table, self.capture.trained)
+            self._backwards = count
         return norms
 
     def recover(self) -> None:
