@@ -59,7 +59,8 @@ class PlainPlans:
         gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
         roundable: weights whose float32 kernels round to 11 bits, if PyTorch may multiply it in
             TensorFloat-32: those of large products, but none that the plan has in a second
-            backward of its own. What is large does not depend on how many samples there are.
+            backward of its own, or whose algorithm the user has chosen. What is large does not
+            depend on how many samples there are.
     """
 
     measures = runs_twice = False
@@ -185,7 +186,8 @@ class FusedPlans(PlainPlans):
             }  # fmt: skip
             roundable = {
                 record for record, use in self._uses.items()
-                if use.element_size == 4 and use.tokens > 1
+                if self._policy.norm_algorithm == "auto"
+                and use.element_size == 4 and use.tokens > 1
                 and use.tokens * use.inputs * use.outputs >= LEAST_ROUNDED
                 and (self._policy.two_passes or not choices[record].recomputed)
             }  # fmt: skip

@@ -112,11 +112,14 @@ def check_bound(name: str, mode: str, device: str) -> None:
 
 
 def check_size() -> None:
-    """What is large is so for a sample, however many there are."""
+    """What is large is so for a sample, however many there are; an algorithm that is given stays."""
     least = TOKENS * INPUTS * OUTPUTS
-    for size, is_large in ((least, True), (least + 1, False)):
+    for size, algorithm, is_large in (
+        (least, "auto", True), (least + 1, "auto", False), (least, "input_length", False),
+    ):  # fmt: skip
         for samples in (1, SAMPLES):
-            model = private(build("linear"), "flash_bookkeeping")
+            policy = {"norm_algorithm": algorithm}
+            model = private(build("linear"), "flash_bookkeeping", policy=policy)
             model.skip_checks()
             x, y = batch_on("cpu")
             with rounding(least=size), watched() as packed:
