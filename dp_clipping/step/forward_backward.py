@@ -42,6 +42,7 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
+from dp_clipping.trials.schedule import Schedule
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
@@ -73,7 +74,7 @@ class ForwardBackward:
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
-        self._backwards = 0  # of samples, under tensor parallelism; refused ones do not count
+        self._compared = Schedule()  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
@@ -342,10 +343,11 @@ class ForwardBackward:
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
     ) -> BatchNorms:
         reducer = self.context.reducer
+        compares = False
         if reducer.splits_parameters:
-            if not self._backwards:
+            if not self._compared.count:
                 reducer.check_same_samples(losses)
-            self._backwards += 1
+            compares = self._compared.next_is_due()
         mark = Mark(self._carried.state)
         try:
             norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
@@ -360,11 +362,11 @@ class ForwardBackward:
             with self.state.refused_together():
                 for check in private_step.checks:
                     check()
-        if self._backwards and not self._backwards & (self._backwards - 1):
-            # Not only in the first: LoRA's A has no gradient there. A refusal begins anew.
-            taken, count, self._backwards = private_step.work.norms, self._backwards, 0
+        if compares:  # not only in the first: LoRA's A has no gradient there
+            taken, compared = private_step.work.norms, self._compared
+            self._compared = Schedule()  # a refusal begins anew
             taken.split.refuse_differences(taken.table, self.capture.trained)
-            self._backwards = count
+            self._compared = compared
         return norms
 
     def recover(self) -> None:
