@@ -158,6 +158,17 @@ class PrivateCriterion(nn.Module):
         return valid.flatten(1).sum(1).clamp_min(1)
 
 
-def _own(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+class _Function(nn.Module):
+    """A criterion that is a function, where it takes the place of a module."""
+
+    def __init__(self, function: Callable[..., Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+
+def _own(criterion: Callable[..., Tensor]) -> nn.Module:
     """Returns what a copy of a criterion is, which pickle finds by this function's name."""
-    return criterion
+    return criterion if isinstance(criterion, nn.Module) else _Function(criterion)

@@ -62,10 +62,12 @@ class GatheredUnit(FlatUnit):
     def wait(self) -> None:
         """Makes the parameters whole, for later work of the current stream."""
         if self._work is not None:
-            work, self._work = self._work, None
-            self.has_memory = False  # if the gather has failed, a later one begins anew
-            wait_for(work, "gather", self.name)
-            self.has_memory = True
+            try:
+                wait_for(self._work, "gather", self.name)
+            except RuntimeError:  # a later gather begins anew
+                self._work, self.has_memory = None, False
+                raise
+            self._work = None
             show(self)
 
     def free(self) -> None:

@@ -150,7 +150,7 @@ def _search(
     of: Epsilon, lowest: float, target: float, delta: float, rate: float, steps: int,
     tolerance: float,
 ) -> float:  # fmt: skip
-    """Returns σ whose ε is at most `tolerance`, and a hundredth of it, below its target.
+    """Returns σ whose ε is at most `tolerance`, and a hundredth of its target, below that.
 
     log ε is almost linear in log σ, so the next σ is where a line between the two ends crosses the
     middle of the tolerance; and it halves the interval where the line has moved one end twice.

@@ -156,11 +156,12 @@ class Norms:
         """Returns squared norms of each group: [K, B]."""
         return self._by_group(self._not_negative())
 
-    def of_each(self, records: Sequence[Any]) -> Tensor:
+    def of_each(self, records: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Returns squared norms of each parameter, and of what is taken together: [n + 1, B].
 
         Gram matrices of layers with one input are multiplied together, and that may be another
-        choice of layers on another rank: what they have taken is added up in the last row.
+        choice of layers on another rank: what they have taken is added up in the last row. The
+        second result is 1 for each parameter whose norm is in its own row, else 0: [n + 1].
         """
         places = {record: place for place, record in enumerate(records)}
         part = self.only(places)
@@ -169,7 +170,9 @@ class Norms:
         rows = tuple([len(records) if error else places[one] for one, (error, _) in kinds])
         index = self._tensor(rows or (len(records),), torch.int64, values.device)
         total = values.new_zeros(len(records) + 1, values.shape[1])
-        return total.index_add_(0, index, values)
+        own = values.new_zeros(len(total)).index_fill_(0, index, 1)
+        own[-1] = 0
+        return total.index_add_(0, index, values), own
 
     def bounds(self) -> Tensor:
         """Returns upper bounds of the squared norms of what will be summed: [K, B]."""

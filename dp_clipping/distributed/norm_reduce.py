@@ -324,12 +324,18 @@ class SplitNorms:
         whole = sorted(self._shared(parameters), key=lambda one: one.number)
         if not whole:
             return
-        total = norms.squared().sum(0, keepdim=True)
-        table = torch.cat([total, *self._weighted(norms.of_each(whole))])
+        values, own = norms.of_each(whole)
+        total, weighted = norms.squared().sum(0), torch.stack(self._weighted(values))
+        table = self._reducer.exchanged(torch.cat([total, own, weighted.flatten()]))
         what = f"squared norms of {len(whole)} parameters that are not split"
-        table = self._reducer.tensor.sum(self._reducer.exchanged(table), what, "sync").wait()
-        shared, across, along = table[1:].chunk(3)
-        differs = across.abs() + along.abs() > DIFFERS * shared + SMALL * table[0] + NONE
+        table = self._reducer.tensor.sum(table, what, "sync").wait()
+        total, own, every = table.split([len(total), len(own), weighted.numel()])
+        weighted = every.view_as(weighted)
+        # What some ranks have taken together with others is compared together.
+        apart = ((own > 0) & (own < self._reducer.tensor.size))[:, None]
+        weighted[:, -1] += weighted.where(apart, 0).sum(1)
+        shared, across, along = weighted.masked_fill(apart, 0)
+        differs = across.abs() + along.abs() > DIFFERS * shared + SMALL * total + NONE
         found = differs.any(1).tolist()
         if any(found):
             names = [one.name for one, is_other in zip(whole, found, strict=False) if is_other]

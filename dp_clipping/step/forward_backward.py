@@ -42,6 +42,7 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
+from dp_clipping.trials.schedule import Schedule
 from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
 
 
@@ -73,7 +74,7 @@ class ForwardBackward:
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
-        self._backwards = 0  # of samples, under tensor parallelism
+        self._compared = Schedule()  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
@@ -259,7 +260,7 @@ class ForwardBackward:
         Raises:
             RuntimeError: if ranks of a tensor-parallel axis have different samples, found in the
                 first backward, or different gradients of a parameter that each of them has whole,
-                found in backwards 1, 2, 4, 8, ...
+                found in backwards 1, 2, 4, 8, ..; after a refusal these are counted anew
         """
         state = self.state
         if private_step is not state.pending:
@@ -342,9 +343,11 @@ class ForwardBackward:
         self, private_step: PrivateStep, losses: Tensor, clip_norms: Tensor
     ) -> BatchNorms:
         reducer = self.context.reducer
-        self._backwards += reducer.splits_parameters
-        if self._backwards == 1:
-            reducer.check_same_samples(losses)
+        compares = False
+        if reducer.splits_parameters:
+            if not self._compared.count:
+                reducer.check_same_samples(losses)
+            compares = self._compared.next_is_due()
         mark = Mark(self._carried.state)
         try:
             norms = private_step.backward(losses, clip_norms, self._gradients.accumulate)
@@ -359,10 +362,11 @@ class ForwardBackward:
             with self.state.refused_together():
                 for check in private_step.checks:
                     check()
-        if self._backwards and not self._backwards & (self._backwards - 1):
-            # Not only in the first: LoRA's A has no gradient there.
-            taken = private_step.work.norms
+        if compares:  # not only in the first: LoRA's A has no gradient there
+            taken, compared = private_step.work.norms, self._compared
+            self._compared = Schedule()  # a refusal begins anew
             taken.split.refuse_differences(taken.table, self.capture.trained)
+            self._compared = compared
         return norms
 
     def recover(self) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dp_clipping.criterion import PrivateCriterion
@@ -197,6 +198,11 @@ def test_it_takes_the_place_of_a_module():
     for copied in (deepcopy(holder).criterion, pickle.loads(pickle.dumps(holder.criterion))):
         assert type(copied) is nn.CrossEntropyLoss, "as a model's copy is its network"
         assert copied is not weighted
+    holder.criterion = PrivateCriterion(model, F.cross_entropy, "mean")
+    outputs, targets = torch.randn(3, 2), torch.tensor([0, 1, 1])
+    for copied in (deepcopy(holder), pickle.loads(pickle.dumps(holder))):
+        loss = copied.eval().criterion(outputs, targets)
+        assert loss == F.cross_entropy(outputs, targets)
 
 
 @pytest.mark.parametrize("across", [False, True])

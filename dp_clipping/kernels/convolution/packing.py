@@ -210,7 +210,8 @@ if triton is not None:
         o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
         o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
         m_l, m_c = o_l < n_l, o_c < n_channels
-        p_x += i_n * s_picture + o_c[:, None] * s_channel + o_l[None, :].to(tl.int64) * s_pixel
+        p_x += i_n * s_picture + o_l[None, :].to(tl.int64) * s_pixel
+        p_x += o_c[:, None].to(tl.int64) * s_channel
         b_x = tl.load(p_x, mask=m_c[:, None] & m_l[None, :], other=0)
         if SCALED:
             b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))

@@ -59,7 +59,8 @@ class PlainPlans:
         gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
         roundable: weights whose float32 kernels round to 11 bits, if PyTorch may multiply it in
             TensorFloat-32: those of large products, but none that the plan has in a second
-            backward of its own. What is large does not depend on how many samples there are.
+            backward of its own, that several ranks have whole, or whose algorithm the user has
+            chosen. What is large does not depend on how many samples there are.
     """
 
     measures = runs_twice = False
@@ -185,13 +186,22 @@ class FusedPlans(PlainPlans):
             }  # fmt: skip
             roundable = {
                 record for record, use in self._uses.items()
-                if use.element_size == 4 and use.tokens > 1
+                if self._policy.norm_algorithm == "auto"
+                and use.element_size == 4 and use.tokens > 1
                 and use.tokens * use.inputs * use.outputs >= LEAST_ROUNDED
                 and (self._policy.two_passes or not choices[record].recomputed)
+                and not self._is_whole_on_several_ranks(record)
             }  # fmt: skip
             known = self._plans.of_calls[key] = plan, choices, kept, sizes, roundable
         self.plan, self.choices, self.kept_as_they_are, self.gradient_bytes, self.roundable = known
         self._plans.last, self.runs_twice = self.plan, not self.plan.is_one_pass
+
+    def _is_whole_on_several_ranks(self, record: Trainable) -> bool:
+        """Returns whether one rank's norm of a weight clips what others sum, by their own plans."""
+        context = self._context
+        if not context.reducer.splits_parameters:
+            return False
+        return context.sharding is None or not context.sharding.parts[record.parameter].split
 
     def choice_of(self, record: Trainable, pair: tuple[Tensor, Tensor]) -> LayerPlan:
         """Returns how the factors of a weight are handled; `pair`: [B, T, d] and [B, T, p]."""

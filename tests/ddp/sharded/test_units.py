@@ -85,7 +85,10 @@ def memory(context: Context) -> None:
 
 
 def failed_gather(context: Context) -> None:
-    """It raises once: what frees blocks afterwards does not, and a later gather begins anew."""
+    """It raises once: what frees blocks afterwards does not, and a later gather begins anew.
+
+    A wait that was interrupted goes on, since other ranks gather no second time.
+    """
     parameter = nn.Parameter(torch.arange(6.0))
     unit = GatheredUnit({parameter: "weight"}, context.group, torch.float32, "block")
 
@@ -93,8 +96,15 @@ def failed_gather(context: Context) -> None:
         work.wait()
         raise RuntimeError("a rank has gone")
 
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     unit.start()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp.sharded.units.wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            unit.wait()
+        assert unit.has_memory
         patch.setattr("ddp.sharded.units.wait_for", fail)
         with pytest.raises(RuntimeError, match="has gone"):
             unit.wait()

@@ -235,8 +235,20 @@ def test_a_shared_parameter_of_a_part_of_its_input_is_refused(context: Context) 
     model.clear_gradients()
     with torch.no_grad():
         narrow.to_local().copy_(begin)
-    with pytest.raises(RuntimeError, match=r"^head.weight: not split over the tensor-parallel"):
-        private_loss(model, batch, zoo.product).backward()
+    for _ in range(3):  # also of a loop that goes on
+        with pytest.raises(RuntimeError, match=r"^head.weight: not split over the tensor-parallel"):
+            private_loss(model, batch, zoo.product).backward()
     network = HeadNorm()
     network.head.requires_grad_(False)
     step(parallelize_module(network, mesh, plan), batch)
+
+
+@on_ranks(2)
+def test_other_samples_are_refused_until_they_are_the_same(context: Context) -> None:
+    """Ranks that had other samples compare them again, in a loop that goes on."""
+    model = private(split_layers(build_layers(), tensor_mesh(context)), MODES[0])
+    ids, targets = ids_and_targets()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="different losses for what should be the same"):
+            private_loss(model, (ids, targets * (1 + context.rank)), zoo.product).backward()
+    one_step(model, (ids, targets), zoo.product)

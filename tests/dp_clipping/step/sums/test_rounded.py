@@ -7,9 +7,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import TENSOR
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.step.sums import layer_plans
@@ -17,6 +25,7 @@ from tests.dp_clipping.conftest import clipped_sums, private
 from tests.dp_clipping.ops.records import cancelling
 from tests.support import zoo
 from tests.support.kernel_cases import on_gpu
+from tests.support.sharded_steps import one_step
 
 SAMPLES, TOKENS, INPUTS, OUTPUTS = 5, 12, 24, 20
 BATCH_FIRST = {"linear": True, "transposed": True, "lstm": True, "lstm_time_first": False}
@@ -112,11 +121,14 @@ def check_bound(name: str, mode: str, device: str) -> None:
 
 
 def check_size() -> None:
-    """What is large is so for a sample, however many there are."""
+    """What is large is so for a sample, however many there are. A given algorithm is kept."""
     least = TOKENS * INPUTS * OUTPUTS
-    for size, is_large in ((least, True), (least + 1, False)):
+    for size, algorithm, is_large in (
+        (least, "auto", True), (least + 1, "auto", False), (least, "input_length", False),
+    ):  # fmt: skip
         for samples in (1, SAMPLES):
-            model = private(build("linear"), "flash_bookkeeping")
+            policy = {"norm_algorithm": algorithm}
+            model = private(build("linear"), "flash_bookkeeping", policy=policy)
             model.skip_checks()
             x, y = batch_on("cpu")
             with rounding(least=size), watched() as packed:
@@ -126,6 +138,23 @@ def check_size() -> None:
 
 def test_small_products_are_not_rounded(interpreter):
     interpreter.run(check_size)
+
+
+def check_tensor_parallel(context: Context) -> None:
+    """A weight that both ranks have whole is not rounded: memory might let one of them alone."""
+    network = nn.Sequential(nn.Linear(INPUTS, 16), nn.Linear(16, 8), nn.Linear(8, OUTPUTS))
+    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=(TENSOR,))
+    plan = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+    model = private(parallelize_module(zoo.seeded(lambda: network), mesh, plan), MODES[0])
+    model.skip_checks()
+    torch.manual_seed(0)
+    with rounding(), watched() as packed:
+        one_step(model, batch_on("cpu"), zoo.product)
+    assert packed == {torch.Size([4, 16]), torch.Size([OUTPUTS, 4])}
+
+
+def test_weights_of_several_ranks(interpreter):
+    interpreter.ranks.run(2, check_tensor_parallel)
 
 
 every_case = pytest.mark.parametrize(
