@@ -1,4 +1,4 @@
-"""What pictures of horizontal bars share: rows are at 0, 1, and so on, from the top."""
+"""Draws rows of horizontal bars, and what stands beside them: at 0, 1, and so on, from the top."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -39,7 +39,7 @@ def gradients_of(left: Tensor, right: Tensor) -> Tensor:
 
 
 def precision_of(site: Site) -> str:
-    """Returns the precision in which PyTorch multiplies float32 on a GPU: "ieee" or "tf32"."""
+    """Returns PyTorch's setting for products of float32 on a GPU: "tf32", "ieee" or "none"."""
     backend: Any = torch.backends.cudnn.rnn if site.is_recurrent else torch.backends.cuda.matmul
     return backend.fp32_precision
 

@@ -93,7 +93,7 @@ def test_losses_of_tokens_are_reduced_over_those_that_count(model):
 
 
 def test_a_mean_over_the_batch_adds_up_entries(model):
-    """As PyTorch recommends for KLDivLoss, whose mean is not the divergence."""
+    """Adds up a sample's entries, as PyTorch recommends for KLDivLoss."""
     x, targets = torch.randn(2, 3), torch.randn(2, 2).softmax(1)
     kl = nn.KLDivLoss(reduction="batchmean")
     outputs = model(x).log_softmax(1)

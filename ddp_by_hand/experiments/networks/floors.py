@@ -41,7 +41,7 @@ COPIED = 1 << 30  # bytes
 ROUNDS = 5
 WIDE, PACKED = 4, 2  # bytes of an element in float32, and of packed operands
 (NORMS, SUMS, LAYOUTS, KEPT, NORM_LAYERS, EMBEDDINGS, VECTORS, COEFFICIENTS, NOISE) = PARTS = (
-    "products: norms", "products: sums", "convolutions: layouts", "sums of kept gradients",
+    "products: norms", "products: sums", "products: layouts", "sums of kept gradients",
     "norm layers", "embeddings", "biases and small norms", "coefficients", "noise",
 )  # products are those of linear layers and convolutions, which share kernels # fmt: skip
 

@@ -121,7 +121,7 @@ def check_bound(name: str, mode: str, device: str) -> None:
 
 
 def check_size() -> None:
-    """What is large is so for a sample, however many there are. A given algorithm is kept."""
+    """Large products of a sample are rounded, however many samples; a given algorithm is kept."""
     least = TOKENS * INPUTS * OUTPUTS
     for size, algorithm, is_large in (
         (least, "auto", True), (least + 1, "auto", False), (least, "input_length", False),
