@@ -130,7 +130,9 @@ def gathered(row: Row, split: Split) -> DataLoader:
     """
 
     def batch(examples: Sequence[tuple[int]]) -> tuple[Tensor, Tensor]:
-        found = torch.from_numpy(np.asarray(examples).reshape(-1)).to(split.labels.device)
+        found = torch.from_numpy(np.asarray(examples).reshape(-1))
+        if split.labels.is_cuda:  # a copy from other memory waits for the last step
+            found = found.pin_memory().to(split.labels.device, non_blocking=True)
         places = found // row.views
         images, labels = split.train[places], split.labels[places]
         return (views(images) if row.views > 1 else images), labels
