@@ -184,27 +184,19 @@ def test_nothing(place: Place) -> None:
 
 def placed(kernel, grid, tensors, numbers, **constants) -> None:
     """Packs in PyTorch what `_pack_kernel` packs, also in float64."""
-    names = [n for n in kernel.arg_names if n not in constants][7:]
+    names = [n for n in kernel.arg_names if n not in constants][len(tensors) :]
     sizes = dict(zip(names, numbers, strict=True))
-    for operand, x, to in zip("xy", tensors[:2], tensors[2:4], strict=True):
+    operands = zip("xy", tensors[:2], tensors[2:4], tensors[7:], strict=True)
+    for operand, x, to, places in operands:
         own = {n[: -len(operand) - 1]: v for n, v in sizes.items() if n.endswith("_" + operand)}
         pictures = own["pictures"]
-        for index in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
-            n, channel, *pixel = index
-            padded = [p + own[f"pad_{a}"] for p, a in zip(pixel, "dhw", strict=True)]
-            phase = [p % own[f"stride_{a}"] for p, a in zip(padded, "dhw", strict=True)]
-            at = [p // own[f"stride_{a}"] for p, a in zip(padded, "dhw", strict=True)]
-            counts = [own[f"phases_{a}"] for a in "dhw"]
-            extent = [own[f"n_{a}"] for a in "dhw"]
-            if any(f >= c for f, c in zip(phase, counts, strict=True)):
+        for n, channel, pixel in torch.cartesian_prod(
+            *map(torch.arange, (*x.shape[:2], x[0, 0].numel()))
+        ).tolist():
+            place = pixel if places is None else int(places[pixel])
+            if place < 0:
                 continue
-            if any(z >= c for z, c in zip(at, extent, strict=True)):
-                continue
-            row = 0
-            for value, size in zip(
-                (*phase, n % pictures, *at), (*counts, pictures, *extent), strict=True
-            ):
-                row = row * size + value
             group, own_channel = divmod(channel, own["n_own"])
             sample = n // pictures * (x.shape[1] // own["n_own"]) + group
-            to[sample, row, own_channel] = x[tuple(index)]
+            row = n % pictures * own["n_plane"] + place
+            to[sample, row, own_channel] = x[n, channel].flatten()[pixel]
