@@ -6,7 +6,6 @@ import torch
 
 from dp_clipping.kernels.convolution.geometry import ONE, Grid, Target
 from dp_clipping.kernels.convolution.packing import pack
-from tests.dp_clipping.kernels.convolution.test_layout import placed
 from tests.support.kernel_cases import Place, on_kernels
 
 TARGETS = [
@@ -50,23 +49,23 @@ def test_places(place: Place) -> None:
 
 
 def place_in_float64(x: torch.Tensor, result: torch.Tensor, to: Target) -> None:
-    """Packs by reference."""
-    names, numbers = [], []
-    for operand in "xy":
-        values = dict(
-            zip(
-                [f"{n}_{a}" for n in ("pad", "stride", "phases", "n") for a in "dhw"],
-                (*to.padding, *to.stride, *to.grid.phases, *to.grid.sizes),
-                strict=True,
-            ),
-            pictures=to.pictures,
-            n_own=x.shape[1] // to.groups,
-        )  # fmt: skip
-        names += [f"{n}_{operand}" for n in values]
-        numbers += values.values()
-    kernel = type("Kernel", (), {"arg_names": [*"0123456", *names]})
-    nothing = torch.empty(0, 0, 0, 0, 0)
-    placed(kernel, (), (x, nothing, result, nothing), tuple(numbers))
+    """Packs by reference, pixel by pixel."""
+    channels = x.shape[1] // to.groups
+    for n, channel, *pixel in product(*map(range, x.shape)):
+        padded = [p + more for p, more in zip(pixel, to.padding, strict=True)]
+        phase = [p % step for p, step in zip(padded, to.stride, strict=True)]
+        at = [p // step for p, step in zip(padded, to.stride, strict=True)]
+        if any(f >= count for f, count in zip(phase, to.grid.phases, strict=True)):
+            continue
+        if any(z >= size for z, size in zip(at, to.grid.sizes, strict=True)):
+            continue
+        row = 0
+        places = (*phase, n % to.pictures, *at)
+        counts = (*to.grid.phases, to.pictures, *to.grid.sizes)
+        for place, count in zip(places, counts, strict=True):
+            row = row * count + place
+        sample = n // to.pictures * to.groups + channel // channels
+        result[sample, row, channel % channels] = x[(n, channel, *pixel)]
 
 
 @on_kernels(dtypes=(), tf32=True)
