@@ -261,6 +261,7 @@ def test_ordinary_training_behind_private(context: Context, variant: str) -> Non
     with pytest.raises(RuntimeError, match="gradients_come_by_hand is set"):
         pair.model.module(ids).sum().backward()
     network = pair.model.to_standard_module()
+    assert (pair.model.module.reduce, pair.model.module.gradients_come_by_hand) == ("mean", False)
     pair.model.module.zero_grad()
     pair.model.module(ids).sum().backward()
     pair.finish()
