@@ -1,10 +1,10 @@
 """Convolutions on the kernels of linear layers, against the reference implementation in float64."""
 
 from contextlib import nullcontext
+from itertools import cycle, product
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution import factors as of_factors
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
-from dp_clipping.kernels.convolution.layout import folded, layout_of, pair_of, weight_of
+from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
@@ -20,6 +20,12 @@ from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.convolution import Factors
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
+
+MEMORY = [
+    lambda x: x,
+    lambda x: x.to(memory_format=torch.channels_last_3d),
+    lambda x: x.mT.contiguous().mT,  # pixels are not at equal distances
+]
 
 
 def factors(
@@ -60,34 +66,16 @@ def not_kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
     return norm_of(use, keep=False)
 
 
-@pytest.mark.parametrize("case", WIDE, ids=str)
-def test_runs_are_linear_layers(case):
-    """In float64: the products of a view's runs, added up over places, are G."""
-    size, pictures, channels, outputs, _, geometry = case
-    x, y, right = operands(case, torch.float64, "cpu")
-    layout = layout_of(x.shape, y.shape, 2, pictures, geometry)
-    with patch("dp_clipping.kernels.convolution.packing.launch", placed):
-        x = folded(x, geometry, layout) if layout.folds else x
-        left, a, places = pair_of(pack(x, y, layout.to_x, layout.to_y), layout)
-    assert left[:, -1].any()  # y ends at the last position
-    runs = [a.as_strided(a.shape, a.stride(), a.storage_offset() + place) for place in places]
-    found = torch.stack([torch.einsum("btd,btp->bdp", left, run) for run in runs], 1)
-    shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
-    groups = geometry.groups
-    for i in range(size):
-        own = found[i * groups : (i + 1) * groups]
-        torch.testing.assert_close(weight_of([own], layout, shape).flatten(2), right[i])
-
-
 @on_kernels(tf32=True)
 def test_norms_and_sums(place: Place) -> None:
     device, dtype, tf32 = place.device, place.dtype, place.tf32
     bound = TF32 if tf32 else DTYPES[dtype]
-    for case in WIDE:
+    for case, (of_y, of_x) in zip(WIDE, cycle(product(MEMORY, repeat=2)), strict=False):
         size = case[0]
         x, y, right = operands(case, dtype, device)
         squares = right.square().sum((1, 2, 3))
         x[-1], y[-1] = torch.nan, torch.inf  # a sample that is left out is not read
+        x, y = of_x(x), of_y(y)
         c = torch.rand(size, device=device)
         c[-1] = 0
         expected = (c[:-1, None, None, None] * right[:-1]).sum(0)
@@ -180,31 +168,3 @@ def test_nothing(place: Place) -> None:
             assert not norms.any()
             if size:
                 assert not total_of(use, torch.ones(size, device=place.device)).any()
-
-
-def placed(kernel, grid, tensors, numbers, **constants) -> None:
-    """Packs in PyTorch what `_pack_kernel` packs, also in float64."""
-    names = [n for n in kernel.arg_names if n not in constants][7:]
-    sizes = dict(zip(names, numbers, strict=True))
-    for operand, x, to in zip("xy", tensors[:2], tensors[2:4], strict=True):
-        own = {n[: -len(operand) - 1]: v for n, v in sizes.items() if n.endswith("_" + operand)}
-        pictures = own["pictures"]
-        for index in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
-            n, channel, *pixel = index
-            padded = [p + own[f"pad_{a}"] for p, a in zip(pixel, "dhw", strict=True)]
-            phase = [p % own[f"stride_{a}"] for p, a in zip(padded, "dhw", strict=True)]
-            at = [p // own[f"stride_{a}"] for p, a in zip(padded, "dhw", strict=True)]
-            counts = [own[f"phases_{a}"] for a in "dhw"]
-            extent = [own[f"n_{a}"] for a in "dhw"]
-            if any(f >= c for f, c in zip(phase, counts, strict=True)):
-                continue
-            if any(z >= c for z, c in zip(at, extent, strict=True)):
-                continue
-            row = 0
-            for value, size in zip(
-                (*phase, n % pictures, *at), (*counts, pictures, *extent), strict=True
-            ):
-                row = row * size + value
-            group, own_channel = divmod(channel, own["n_own"])
-            sample = n // pictures * (x.shape[1] // own["n_own"]) + group
-            to[sample, row, own_channel] = x[tuple(index)]
