@@ -224,6 +224,3 @@ def test_two_runs_of_an_engine_and_schedules_of_noise_and_threshold():
     assert statement.epsilon > first
     assert statement.secure["parameters"] == 3 * 40 + 40 + 40 * 2 + 2
     assert statement.steps == 4
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
