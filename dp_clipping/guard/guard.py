@@ -5,6 +5,7 @@ another. This file decides when to run them, and on whose samples. All ranks of 
 the same forwards, whatever their own batches, because they gather parameters together.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -55,6 +56,12 @@ PACKED = (
     "the network or arguments of a layer have that length, call "
     "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))"
 )
+TOLD_AT = 8  # checks of batches without different samples
+ALIKE = (
+    f"{TOLD_AT} batches had fewer than three samples that differ, so the places of samples are "
+    "checked in every step, which takes several times as long as a step: give data that differ, "
+    "as torch.randn makes"
+)
 ON_OTHER_RANKS = (
     "the network returns other tensors than in the first batch, and other ranks cannot repeat the "
     "search now: call model.reset_batch_layouts() on every rank before a forward that differs"
@@ -83,6 +90,7 @@ class LayoutDiscovery:
         self._forecaster = Forecaster(capture, self._search.observe)
         self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
+        self._unsettled = 0  # checks of batches without
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.
@@ -342,6 +350,9 @@ class LayoutDiscovery:
         else:
             raise failure
         self._is_settled = max(self._company.of_all_ranks(len(distinct))) == PLACES
+        self._unsettled += not self._is_settled
+        if self._unsettled == TOLD_AT and batch.size >= PLACES:
+            warnings.warn(ALIKE, stacklevel=2)
 
     # ---- state from batch to batch -----------------------------------------------------------
 

@@ -50,6 +50,12 @@ TILES = {
         Tile(128, 256, 64, 8, 4)),
     4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3, 0.9), Tile(32, 64, 32, 4, 3, 0.9)),
 }  # fmt: skip
+# Of small G from few tokens, as of the last convolutions of small networks.
+SHALLOW, LOW = 32, 64  # most tokens, and most rows of G
+SHALLOW_TILES = {
+    2: (Tile(64, 128, 32, 4, 4), Tile(32, 128, 16, 2, 4, 0.78), Tile(16, 128, 32, 4, 4, 0.45)),
+    4: TILES[4],
+}  # fmt: skip
 # The same where G is not stored.
 NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][1:4])}
 
@@ -103,11 +109,13 @@ def _launch(
             for shape in operands.results
         ]  # fmt: skip
         return results, squares
+    name = "instantiate" if store else "accumulate alone" if is_large else "accumulate"
+    tiles = TILES if store or is_large else NORM_TILES
+    if max(tokens) <= SHALLOW and max([rows for _, rows, _ in shapes]) <= LOW:
+        name, tiles = f"{name} in shallow blocks", SHALLOW_TILES
     tile = tile or best_for_pairs(
-        "instantiate" if store else "accumulate alone" if is_large else "accumulate", operands,
-        TILES if store or is_large else NORM_TILES,
-        lambda tile: _launch(operands, tile, given or store, is_large),
-    )  # fmt: skip
+        name, operands, tiles, lambda tile: _launch(operands, tile, given or store, is_large)
+    )
     results = given or [
         y.new_empty(batch_size, *shape, dtype=dtype) if store else None
         for shape in operands.results

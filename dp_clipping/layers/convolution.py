@@ -23,7 +23,7 @@ from dp_clipping.clipping.accumulation import (
     sum_of_pictures,
 )
 from dp_clipping.kernels.convolution import packing
-from dp_clipping.kernels.convolution.geometry import NARROW, Geometry, gradients_plain
+from dp_clipping.kernels.convolution.geometry import Geometry, gradients_plain, is_narrow
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, forward_of
@@ -189,8 +189,7 @@ class Factors:
     ):  # fmt: skip
         self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
         self.rounds = rounds
-        # Matrix units do not serve so few channels of a group, as in a depthwise convolution.
-        self.is_narrow = shape[0] * shape[1] <= NARROW * geometry.groups
+        self.is_narrow = is_narrow(shape, geometry.groups)
         while x.dim() < 5:
             x, y = x.unsqueeze(2), y.unsqueeze(2)
         # Of a transposed convolution the outputs are what is shifted.

@@ -68,7 +68,12 @@ def rates_of(device: torch.device) -> Rates:
 
 
 class LinearShape(NamedTuple):
-    """One call of a linear layer: y [B, T, d] from a [B, T, p]."""
+    """One call of a linear layer: y [B, T, d] from a [B, T, p].
+
+    Attributes:
+        element_size, gradient_size: bytes of an element of y and a, and of G.
+        is_normed_elsewhere: one rank's norm clips what this rank sums, by a plan of its own.
+    """
 
     name: str
     batch_size: int
@@ -76,7 +81,8 @@ class LinearShape(NamedTuple):
     inputs: int
     outputs: int
     element_size: int
-    gradient_size: int  # bytes of an element of G
+    gradient_size: int
+    is_normed_elsewhere: bool = False
 
     @property
     def operations(self) -> float:

@@ -45,14 +45,20 @@ MOST_PLANS = 128  # of each kind that are kept; a network's takes about 100 kB
 
 
 def allowed(use: LinearShape, norm_algorithm: str) -> tuple[str, ...]:
-    """Returns the algorithms that may serve a layer."""
+    """Returns the algorithms that may serve a layer.
+
+    Where the rank that takes the norm plans for itself, G is not stored in 16 bit: its rounding may
+    make a contribution larger than what the other rank has normed.
+    """
     if norm_algorithm != "auto":
         return (norm_algorithm,)
     if use.tokens == 1:
         return (ACCUMULATE,)
-    if use.element_size == 4 or use.tokens > LONGEST_GRAM:
-        return (INSTANTIATE, ACCUMULATE)
-    return ALGORITHMS
+    has_gram = use.element_size != 4 and use.tokens <= LONGEST_GRAM
+    found = ALGORITHMS if has_gram else (INSTANTIATE, ACCUMULATE)
+    if use.is_normed_elsewhere and use.gradient_size < 4:
+        return found[1:]
+    return found
 
 
 class Plan:

@@ -23,6 +23,7 @@ from ddp_by_hand.experiments.records.train import opacus
 from ddp_by_hand.experiments.records.views import SHIFT, views
 from ddp_by_hand.measure import Results
 from ddp_by_hand.measure.picture import read_picture
+from dp_clipping import cuda_graph
 from tests.support.plans import quick_noise
 
 ROOT = Path(__file__).parents[2]
@@ -421,3 +422,21 @@ def test_a_wrong_row_or_number_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         records.main(["--seeds", "0"])
     assert "--seeds 0" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_graph_trains_as_steps_on_the_cpu_do(monkeypatch):
+    replays = []
+    replay = cuda_graph._Captured.replay
+    monkeypatch.setattr(
+        cuda_graph._Captured, "replay", lambda self, *a: replays.append(1) or replay(self, *a)
+    )
+    row = replace(SMALL, data="two classes", batches=8, epochs=4, rate=0.5)
+    labels = torch.arange(256) % 2
+    images = torch.randn(256, 1, 28, 28) / 10 + 2.0 * labels[:, None, None, None] - 1
+    split = train.Split(images, labels, images, labels)
+    on_cpu = train.run(row, "ours", 0, split)
+    found = train.run(row, "ours", 0, train.Split(*(x.cuda() for x in split)))
+    assert len(replays) > row.steps // 2
+    assert found["epsilon"] == on_cpu["epsilon"]
+    assert found["score"] == pytest.approx(on_cpu["score"], abs=2)

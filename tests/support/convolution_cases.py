@@ -20,12 +20,15 @@ WIDE = [
     (2, 1, 16, 8, (1, 12, 11), Geometry((1, 3, 3), (1, 3, 2), (0, 1, 4), (1, 2, 3), 1)),
     # The grid has the sizes of the pixels, which lie at other places in it.
     (2, 1, 8, 8, (1, 3, 3), Geometry((1, 1, 1), (1, 2, 2), (0, 1, 1), (1, 1, 1), 1)),
+    # Few channels and many taps.
+    (2, 1, 1, 8, (1, 9, 9), Geometry((1, 6, 6), (1, 2, 2), (0, 2, 2), (1, 1, 1), 1)),
 ]
 NARROW = [
     (2, 2, 6, 6, (1, 5, 7), Geometry((1, 3, 3), (1, 2, 1), (0, 1, 1), (1, 1, 1), 6)),
     (3, 1, 4, 8, (3, 5, 4), Geometry((2, 3, 2), (1, 1, 1), (0, 1, 0), (1, 1, 2), 2)),
     # Rows of several segments and parts; taps that move on by two pixels a position.
     (2, 1, 3, 3, (1, 1, 150), Geometry((1, 1, 11), (1, 1, 1), (0, 0, 5), (1, 1, 1), 3)),
+    (2, 1, 1, 8, (1, 7, 6), Geometry((1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 1)),
     (2, 1, 5, 5, (1, 4, 19), Geometry((1, 2, 7), (1, 1, 2), (0, 0, 3), (1, 1, 2), 5)),
 ]
 DTYPES = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 8e-3}  # of the largest of G

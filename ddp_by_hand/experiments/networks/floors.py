@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.kernels.convolution import gram
-from dp_clipping.kernels.convolution.geometry import NARROW, Geometry
+from dp_clipping.kernels.convolution.geometry import Geometry, is_narrow
 from dp_clipping.kernels.convolution.layout import layout_of
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
@@ -263,18 +263,18 @@ def _convolution(call: Call, _: Mapping[str, str], ceilings: Ceilings) -> Rows:
         yield from _small(layer.bias.numel(), prod(call.found) * s, call, ceilings)
     if not weight.requires_grad:
         return
-    is_narrow = weight.shape[0] * weight.shape[1] <= NARROW * layer.groups
+    narrow = is_narrow(weight.shape, layer.groups)
     u = 2 * B * L * weight.numel()
-    packed = s if is_narrow else PACKED
+    packed = s if narrow else PACKED
     scales = (X + Y) * s if packed < s else 0
     laid_out = ceilings.ms((X + Y) * 2 * s)
     repacked = ceilings.ms((X + Y) * (s + packed) + scales)
-    yield LAYOUTS, 0.0 if is_narrow else laid_out, repacked
+    yield LAYOUTS, 0.0 if narrow else laid_out, repacked
     values, operands = weight.numel(), (X + Y) * packed
     precision = TF32 if s == WIDE else HALF
-    alone = ceilings.ms((X + Y) * s + values * s, u, SINGLE if is_narrow else precision)
-    size = WIDE if is_narrow or s == WIDE else stored_dtype(weight.dtype).itemsize
-    if is_narrow:
+    alone = ceilings.ms((X + Y) * s + values * s, u, SINGLE if narrow else precision)
+    size = WIDE if narrow or s == WIDE else stored_dtype(weight.dtype).itemsize
+    if narrow:
         kept = B * values * size
         yield NORMS, 0.0, ceilings.ms(operands + kept, u, SINGLE)
         yield SUMS, alone, 0.0

@@ -7,6 +7,7 @@ So a convolution is linear layers on views of x that are moved by so much (`runs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import ceil, prod
@@ -18,7 +19,8 @@ from torch import Tensor
 
 NONE, ONE = (0, 0, 0), (1, 1, 1)
 TILE = 128  # rows and columns of a program, of which most kernels have at least as many
-NARROW = 16  # inputs times outputs of a group, up to which matrix units are left alone
+NARROW = 16  # inputs times outputs of a group, up to which matrix units may be left alone
+NARROW_VALUES = 256  # of G, up to which they are where there is one group
 
 
 class Geometry(NamedTuple):
@@ -153,6 +155,31 @@ def grid_of(geometry: Geometry, positions: tuple[int, ...]) -> Grid:
         for count, (taps, stride, dilation) in zip(positions, axes, strict=True)
     ]
     return Grid(tuple(phases), tuple(sizes))  # type: ignore[arg-type]
+
+
+def is_narrow(shape: Sequence[int], groups: int) -> bool:
+    """Returns whether matrix units are of no use to a weight of this shape.
+
+    A group has few channels then, as in a depthwise convolution, or few taps too if it is the only
+    one.
+    """
+    return shape[0] * shape[1] <= NARROW * groups and (groups > 1 or prod(shape) <= NARROW_VALUES)
+
+
+def places_of_pixels(pixels: tuple[int, ...], to: Target) -> Tensor:
+    """Returns where each pixel of a sample's first picture goes among its rows: int32 [D · H · W].
+
+    It is −1 of pixels that no tap meets.
+    """
+    phase, place, is_met = (torch.zeros(1, 1, 1, dtype=torch.int32) for _ in range(3))
+    for n, size in enumerate(pixels):
+        shape = [1] * n + [-1] + [1] * (2 - n)
+        padded = torch.arange(size, dtype=torch.int32).view(shape) + to.padding[n]
+        own, at = padded % to.stride[n], padded // to.stride[n]
+        phase, place = phase * to.grid.phases[n] + own, place * to.grid.sizes[n] + at
+        is_met = is_met + (own < to.grid.phases[n]) * (at < to.grid.sizes[n])
+    found = phase * (to.pictures * prod(to.grid.sizes)) + place
+    return found.masked_fill(is_met < len(pixels), -1).flatten()
 
 
 @lru_cache(maxsize=1024)

@@ -9,17 +9,17 @@ below 2⁻³⁸ of that becomes zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.convolution.geometry import Packed, Target
+from dp_clipping.kernels.convolution.geometry import Packed, Target, places_of_pixels
 from dp_clipping.kernels.launch.tiles import (
     ALIGNMENT,
     ceil_div,
+    kept_on_device,
     launch,
     next_power_of_two,
     tl,
@@ -32,13 +32,8 @@ BLOCK = 64  # channels and pixels that a program packs
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
 MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
 UNSPECIALIZED = [
-    f"{name}_{operand}"
-    for operand in "xy"
-    for name in (
-        "H", "W", "pad_d", "pad_h", "pad_w", "stride_d", "stride_h", "stride_w", "phases_d",
-        "phases_h", "phases_w", "n_d", "n_h", "n_w", "pictures", "n_rows",
-    )
-]  # fmt: skip
+    f"{name}_{operand}" for operand in "xy" for name in ("n_plane", "pictures", "n_rows")
+]
 
 
 def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -> Packed:
@@ -48,7 +43,7 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
         x, y: [N, C, D, H, W] and [N, O, ..] in float32, bfloat16 or float16.
     """
     is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
-    work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y)
+    work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y, x.device)
     shapes, keeps = work.shapes, work.keeps
     if all(keeps):
         x, y = x.movedim(1, -1), y.movedim(1, -1)
@@ -75,8 +70,8 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
         x = x.contiguous() if work.copies[0] else x
         y = y.contiguous() if work.copies[1] else y
         launch(
-            _pack_kernel, (work.programs,), (x, y, *results, *norms, scale), work.numbers,
-            SCALED=is_scaled, **work.constants, num_warps=4,
+            _pack_kernel, (work.programs,), (x, y, *results, *norms, scale, *work.places),
+            work.numbers, SCALED=is_scaled, **work.constants, num_warps=4,
         )  # fmt: skip
     return tuple.__new__(Packed, (*results, scale))  # `Packed(..)` would call a function in Python
 
@@ -103,6 +98,8 @@ class _Work(NamedTuple):
         keeps: of each operand, whether it already lies so.
         copies: whether it is copied first, since its pixels are not at equal distances.
         fills: whether zeros are between what is written.
+        places: of each operand, those of a picture's pixels (`places_of_pixels`), where it is not
+            packed pixel by pixel.
     """
 
     shapes: tuple[tuple[int, int, int], tuple[int, int, int]]
@@ -112,6 +109,7 @@ class _Work(NamedTuple):
     keeps: tuple[bool, bool]
     copies: tuple[bool, bool]
     fills: bool
+    places: tuple[Tensor | None, Tensor | None]
     programs: int
     numbers: tuple[int, ...]
     constants: dict[str, Any]
@@ -136,13 +134,13 @@ def _lie_at(sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int])
     return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))
 
 
-@lru_cache(maxsize=1024)
+@kept_on_device(maxsize=1024)
 def _work_of(
     x: torch.Size, y: torch.Size, strides_x: tuple[int, ...], strides_y: tuple[int, ...],
-    is_scaled: bool, to_x: Target, to_y: Target,
+    is_scaled: bool, to_x: Target, to_y: Target, device: torch.device,
 ) -> _Work:  # fmt: skip
     """Returns the work on operands of such shapes and strides."""
-    keeps, copies, fills, counts = [], [], [], []
+    keeps, copies, fills, counts, tables = [], [], [], [], []
     numbers: list[int] = []
     constants: dict[str, Any] = dict(SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK)
     for name, (pictures, channels, *pixels), strides, to in (
@@ -162,9 +160,9 @@ def _work_of(
         counts.append(
             0 if keeps[-1] else pictures * ceil_div(count, BLOCK) * ceil_div(channels, block)
         )
-        numbers += channels, count, *places, *pixels[1:]
-        numbers += *to.padding, *to.stride, *to.grid.phases, *to.grid.sizes, to.pictures
-        numbers += to.shape(pictures)[1], channels // to.groups, to.width
+        tables.append(places_of_pixels(tuple(pixels), to).to(device) if is_placed else None)
+        numbers += channels, count, *places, prod(to.grid.sizes) if is_placed else count
+        numbers += to.pictures, to.shape(pictures)[1], channels // to.groups, to.width
         constants |= {
             f"PLACED_{name}": is_placed, f"GROUPED_{name}": to.groups > 1, f"BLOCK_{name}": block,
         }  # fmt: skip
@@ -175,8 +173,8 @@ def _work_of(
     return _Work(
         shapes, (rows[0], rows[1]), start, start + sizes[1], (keeps[0], keeps[1]),
         (copies[0], copies[1]),
-        any(fill and not keep for fill, keep in zip(fills, keeps, strict=True)), sum(counts),
-        (counts[0], *numbers), constants,
+        any(fill and not keep for fill, keep in zip(fills, keeps, strict=True)),
+        (tables[0], tables[1]), sum(counts), (counts[0], *numbers), constants,
     )  # fmt: skip
 
 
@@ -195,10 +193,9 @@ if triton is not None:
 
     @triton.jit
     def _pack_tile(
-        p_x, p_packed, p_largest, i_program, n_channels, n_l, s_picture, s_channel, s_pixel, H, W,
-        pad_d, pad_h, pad_w, stride_d, stride_h, stride_w, phases_d, phases_h, phases_w, n_d, n_h,
-        n_w, pictures, n_rows, n_own, n_row, PLACED: tl.constexpr, GROUPED: tl.constexpr,
-        SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+        p_x, p_packed, p_largest, p_places, i_program, n_channels, n_l, s_picture, s_channel,
+        s_pixel, n_plane, pictures, n_rows, n_own, n_row, PLACED: tl.constexpr,
+        GROUPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
         SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
         """Copies a tile of [C, D, H, W] of one picture to its places."""
@@ -215,17 +212,10 @@ if triton is not None:
         b_x = tl.load(p_x, mask=m_c[:, None] & m_l[None, :], other=0)
         if SCALED:
             b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
-        n_plane = n_l
         o_to = o_l
         if PLACED:
-            n_plane = n_d * n_h * n_w
-            i_d, i_h, i_w = o_l // (H * W) + pad_d, o_l // W % H + pad_h, o_l % W + pad_w
-            f_d, f_h, f_w = i_d % stride_d, i_h % stride_h, i_w % stride_w
-            i_d, i_h, i_w = i_d // stride_d, i_h // stride_h, i_w // stride_w
-            m_l &= (f_d < phases_d) & (f_h < phases_h) & (f_w < phases_w)
-            m_l &= (i_d < n_d) & (i_h < n_h) & (i_w < n_w)
-            i_phase = (f_d * phases_h + f_h) * phases_w + f_w
-            o_to = i_phase * pictures * n_plane + (i_d * n_h + i_h) * n_w + i_w
+            o_to = tl.load(p_places + o_l, mask=m_l, other=-1)
+            m_l = o_to >= 0
         o_to += i_picture * n_plane
         if GROUPED:
             i_sample = i_b * (n_channels // n_own) + o_c // n_own
@@ -239,25 +229,20 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["programs_x", *UNSPECIALIZED])
     def _pack_kernel(
-        p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, programs_x,
-        n_channels_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, H_x, W_x, pad_d_x, pad_h_x,
-        pad_w_x, stride_d_x, stride_h_x, stride_w_x, phases_d_x, phases_h_x, phases_w_x, n_d_x,
-        n_h_x, n_w_x, pictures_x, n_rows_x, n_own_x, n_row_x, n_channels_y, n_l_y, s_picture_y,
-        s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y, stride_d_y, stride_h_y,
-        stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y, n_h_y, n_w_y, pictures_y, n_rows_y,
-        n_own_y, n_row_y, SCALED: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
-        PLACED_X: tl.constexpr, PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr,
-        GROUPED_Y: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr,
-        BLOCK_Y: tl.constexpr,
+        p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, p_places_x, p_places_y,
+        programs_x, n_channels_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x,
+        n_rows_x, n_own_x, n_row_x, n_channels_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y,
+        n_plane_y, pictures_y, n_rows_y, n_own_y, n_row_y, SCALED: tl.constexpr,
+        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, PLACED_X: tl.constexpr,
+        PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr, GROUPED_Y: tl.constexpr,
+        BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
     ):  # fmt: skip
         i_program = tl.program_id(0)
         if i_program < programs_x:
             _pack_tile(
-                p_x, p_packed_x, p_largest_x, i_program, n_channels_x, n_l_x, s_picture_x,
-                s_channel_x, s_pixel_x, H_x, W_x, pad_d_x, pad_h_x, pad_w_x, stride_d_x, stride_h_x,
-                stride_w_x, phases_d_x, phases_h_x, phases_w_x, n_d_x, n_h_x, n_w_x, pictures_x,
-                n_rows_x, n_own_x, n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST,
-                EXPONENT,
+                p_x, p_packed_x, p_largest_x, p_places_x, i_program, n_channels_x, n_l_x,
+                s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x, n_rows_x, n_own_x,
+                n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST, EXPONENT,
             )  # fmt: skip
             if SCALED:
                 n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_channels_x, BLOCK_X) * pictures_x
@@ -270,9 +255,7 @@ if triton is not None:
                     tl.store(p_scale + i_b, scale)
         else:
             _pack_tile(
-                p_y, p_packed_y, p_largest_y, i_program - programs_x, n_channels_y, n_l_y,
-                s_picture_y, s_channel_y, s_pixel_y, H_y, W_y, pad_d_y, pad_h_y, pad_w_y,
-                stride_d_y, stride_h_y, stride_w_y, phases_d_y, phases_h_y, phases_w_y, n_d_y,
-                n_h_y, n_w_y, pictures_y, n_rows_y, n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED,
-                BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
+                p_y, p_packed_y, p_largest_y, p_places_y, i_program - programs_x, n_channels_y,
+                n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y, pictures_y, n_rows_y,
+                n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED, BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
             )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.compile_forecast import refuse_repeated
-from dp_clipping.clipping.accumulation import SUM_ROUNDING, product_squares
+from dp_clipping.clipping.accumulation import SUM_ROUNDING
 from dp_clipping.clipping.coefficients import (
     CLIPPING_FUNCTIONS,
     MARGIN,
@@ -34,7 +34,11 @@ from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
 from dp_clipping.kernels.sorted_coefficients import Coefficients
-from dp_clipping.kernels.squared_norms import squared_norms, squares_of_vectors
+from dp_clipping.kernels.squared_norms import (
+    squared_norms,
+    squares_of_products,
+    squares_of_vectors,
+)
 from dp_clipping.layers import convolution
 from dp_clipping.layers.embedding.factors import TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens
@@ -233,15 +237,15 @@ class Fused(Work):
         """Takes norms of G that is formed, and kept with `INSTANTIATE`."""
         table, label = self.norms.table, self._label
         several: list[tuple[Trainable, Pair]] = []
-        alone: list[tuple[Trainable, Pair]] = []  # of one token
+        alone: dict[torch.dtype, list[tuple[Trainable, Pair]]] = {}  # of one token
         for record, pair, _ in mine:
             is_alone = algorithm == ACCUMULATE and pair[0].shape[1] == 1
-            (alone if is_alone else several).append((record, pair))
-        if alone:
-            records = [record for record, _ in alone]
+            (alone.setdefault(pair[0].dtype, []) if is_alone else several).append((record, pair))
+        for alike in alone.values():
+            records = [record for record, _ in alike]
             with NOTHING if label is None else label(f"norm/{algorithm}", records):
-                rows = [product_squares(left[:, 0], right[:, 0]) for _, (left, right) in alone]
-            table.add_rows(records, torch.stack(rows))
+                squares = squares_of_products([(y[:, 0], a[:, 0]) for _, (y, a) in alike])
+            table.add_rows(records, squares)
         if not several:
             return
         records = [record for record, _ in several]

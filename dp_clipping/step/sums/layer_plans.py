@@ -120,7 +120,7 @@ class FusedPlans(PlainPlans):
             return
         self._uses[record] = LinearShape(
             record.name, self._batch_size, tokens, inputs, outputs, dtype.itemsize,
-            stored_dtype(dtype).itemsize,
+            stored_dtype(dtype).itemsize, self._is_whole_on_several_ranks(record),
         )  # fmt: skip
 
     def note_other(self, weight: Trainable, x: Tensor, y: Tensor, passing: int) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.guard.guard import LayoutDiscovery
+from dp_clipping.guard.guard import TOLD_AT, LayoutDiscovery
 from tests.dp_clipping.conftest import count_calls, private, private_loss
 from tests.support import zoo
 
@@ -43,6 +43,18 @@ def test_it_looks_again_when_told():
     found.forget()
     assert found.ensure(batch_of(4)) is not None
     assert found.look.count == 1
+
+
+def test_equal_samples_are_told_of_once(recwarn):
+    """They cannot be told apart, so every step checks."""
+    found, _ = discovery()
+    for _ in range(TOLD_AT - 1):
+        found.ensure(Batch((torch.zeros(4, 3),), {}, True))
+    assert not recwarn
+    for _ in range(TOLD_AT):
+        found.ensure(Batch((torch.zeros(4, 3),), {}, True))
+    (told,) = recwarn
+    assert "give data that differ" in str(told.message)
 
 
 # ---- modules that run under vmap for the sake of a layer that they call --------------------------

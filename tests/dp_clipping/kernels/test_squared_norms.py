@@ -2,10 +2,12 @@
 
 import torch
 
+from dp_clipping.clipping.accumulation import product_squares
 from dp_clipping.kernels.squared_norms import (
     BLOCK,
     squared_norms,
     squared_norms_plain,
+    squares_of_products,
     squares_of_vectors,
 )
 from tests.support.kernel_cases import Place, on_kernels
@@ -33,3 +35,24 @@ def test_squares_of_vectors(place: Place) -> None:
     torch.testing.assert_close(squares_of_vectors(several), expected, rtol=2e-6, atol=0)
     nothing = torch.zeros(0, 5, device=place.device, dtype=place.dtype)
     assert squares_of_vectors([nothing, nothing]).shape == (2, 0)
+
+
+@on_kernels()
+def test_squares_of_products(place: Place) -> None:
+    """Factors of any size, also those whose own squares 32 bits do not hold."""
+    torch.manual_seed(0)
+    large = torch.finfo(place.dtype).max / 2
+    pairs = []
+    for outputs, inputs in ((1, 7), (10, BLOCK + 1), (0, 3)):
+        y, a = torch.randn(6, outputs), torch.randn(6, inputs)
+        y[1], a[1] = 1 / large, large**0.5
+        y[2] = large
+        a[3, :1] = torch.inf
+        y[4, :1] = torch.nan
+        a[5] = 0
+        pairs.append((y.to(place.device, place.dtype), a.to(place.device, place.dtype)))
+    pairs.append((pairs[0][1].t().contiguous().t(), pairs[1][1][:, :5]))
+    expected = torch.stack([product_squares(y.float(), a.float()) for y, a in pairs])
+    found = squares_of_products(pairs)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0, equal_nan=True)
+    assert squares_of_products([(y[:0], a[:0]) for y, a in pairs]).shape == (4, 0)

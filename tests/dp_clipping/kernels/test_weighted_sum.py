@@ -1,10 +1,16 @@
 """Weighted sums of per-sample gradients, against the reference implementation in float64."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
-from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain
+from dp_clipping.kernels.weighted_sum import (
+    weighted_sum,
+    weighted_sum_plain,
+    weighted_sums,
+)
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_within, on_kernels, poison
 
 
@@ -25,6 +31,26 @@ def test_weighted_sum(place: Place) -> None:
                     found = weighted_sum(values, weights)
                     assert found.dtype == torch.float32
                     assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)
+
+
+@on_kernels()
+def test_many_samples_of_few_values(place: Place) -> None:
+    """Several samples at once, in one part and in many, beside longer ones in the same call."""
+    narrow, wide = weighted_sum_file.FEW
+    groups = [0, 1, 0, 1, 1]
+    shapes = [(1,), (narrow,), (narrow + 1,), (wide // 8, 8), (wide + 1,)]
+    for batch_size in (8, 3 * weighted_sum_file.UNROLLED, weighted_sum_file.BLOCK + 50):
+        c = torch.stack([place.coefficients(batch_size) for _ in range(2)])
+        several = [
+            poison(place.normal(batch_size, *shape), c[group])
+            for shape, group in zip(shapes, groups, strict=True)
+        ]
+        with patch.object(weighted_sum_file, "MANY", 8):
+            sums = weighted_sums(several, c, groups)
+        for g, group, found in zip(several, groups, sums, strict=True):
+            magnitude = weighted_sum_plain(g.abs(), torch.where(c[group] > 0, c[group], 0)).double()
+            expected = weighted_sum_plain(g, c[group])
+            assert_within(found, expected, SUM_BOUND[torch.float32] * magnitude)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,71 @@
 """Operands with the channels last, at their places on a grid."""
 
+from itertools import product
+
 import torch
 
 from dp_clipping.kernels.convolution.geometry import ONE, Grid, Target
 from dp_clipping.kernels.convolution.packing import pack
 from tests.support.kernel_cases import Place, on_kernels
+
+TARGETS = [
+    Target(1, 1, 5, Grid(ONE, (2, 3, 4))),
+    Target(2, 1, 8, Grid(ONE, (6, 5, 10)), (2, 1, 3)),
+    Target(1, 5, 8, Grid((1, 2, 3), (2, 2, 2)), (0, 1, 2), (1, 2, 3)),  # not all pixels have places
+]
+
+
+@on_kernels(tf32=True)
+def test_places(place: Place) -> None:
+    """Any layout that is given comes out channels last, with zeros between the places."""
+    device, dtype, tf32 = place.device, place.dtype, place.tf32
+    x = torch.randn(2, 5, 2, 3, 4).to(device, dtype)
+    y = torch.randn(2, 70, 1, 9, 8).to(device, dtype)
+    layouts = [
+        lambda x: x,
+        lambda x: x.to(memory_format=torch.channels_last_3d),
+        lambda x: x.mT.contiguous().mT,
+    ]
+    for to_x in TARGETS:
+        to_y = Target(
+            to_x.pictures, 1, 72, Grid(ONE, (1, 10, 9)), rows=(to_x.pictures - 1) * 90 + 80
+        )
+        for of_x, of_y in product(layouts, repeat=2):
+            found = pack(of_x(x), of_y(y), to_x, to_y, tf32)
+            for one, given, to in zip(found[:2], (x, y), (to_x, to_y), strict=True):
+                expected = torch.zeros(to.shape(2), dtype=torch.float64)
+                place_in_float64(given.cpu().double(), expected, to)
+                assert one.is_contiguous()
+                back = one.cpu().double()
+                if tf32:  # a power of two for each sample, groups of which are side by side
+                    samples = (2 // to.pictures, -1)
+                    largest = expected.view(samples).abs().amax(1)
+                    back = (
+                        back.view(samples) * (largest / back.view(samples).abs().amax(1))[:, None]
+                    )
+                bound = 2.0**-10 if tf32 else 0
+                wanted = expected.view(back.shape)
+                assert ((back - wanted).abs() <= bound * wanted.abs()).all()
+
+
+def place_in_float64(x: torch.Tensor, result: torch.Tensor, to: Target) -> None:
+    """Packs by reference, pixel by pixel."""
+    channels = x.shape[1] // to.groups
+    for n, channel, *pixel in product(*map(range, x.shape)):
+        padded = [p + more for p, more in zip(pixel, to.padding, strict=True)]
+        phase = [p % step for p, step in zip(padded, to.stride, strict=True)]
+        at = [p // step for p, step in zip(padded, to.stride, strict=True)]
+        if any(f >= count for f, count in zip(phase, to.grid.phases, strict=True)):
+            continue
+        if any(z >= size for z, size in zip(at, to.grid.sizes, strict=True)):
+            continue
+        row = 0
+        places = (*phase, n % to.pictures, *at)
+        counts = (*to.grid.phases, to.pictures, *to.grid.sizes)
+        for place, count in zip(places, counts, strict=True):
+            row = row * count + place
+        sample = n // to.pictures * to.groups + channel // channels
+        result[sample, row, channel % channels] = x[(n, channel, *pixel)]
 
 
 @on_kernels(dtypes=(), tf32=True)

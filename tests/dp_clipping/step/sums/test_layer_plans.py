@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.compile_forecast import CompiledShapes
 from dp_clipping.layers.recorder import FACTOR_SLOTS, Trainable
 from dp_clipping.modes import policy_of
-from dp_clipping.planning.cost_model import ACCUMULATE, LinearShape
+from dp_clipping.planning.cost_model import ACCUMULATE, INSTANTIATE, LinearShape
 from dp_clipping.planning.plan import Plans
 from dp_clipping.step.sums import layer_plans
 from dp_clipping.step.sums.layer_plans import FusedPlans
@@ -46,7 +46,10 @@ def context_of(
     capture = SimpleNamespace(trigger=torch.zeros(()), trained=weights)
     policy = policy_of(mode, **options)
     streams = policy.per_layer and not policy.two_passes
-    return SimpleNamespace(capture=capture, policy=policy, plans=Plans(), streams=streams)
+    return SimpleNamespace(
+        capture=capture, policy=policy, plans=Plans(), streams=streams, sharding=None,
+        reducer=SimpleNamespace(splits_parameters=False),
+    )  # fmt: skip
 
 
 def call(weight: Trainable, tokens: int = T) -> tuple:
@@ -81,6 +84,19 @@ def test_a_layer_that_was_expected_counts_once(weights):
     plans.calls += map(call, weights)
     plans.make()
     assert [(use.name, use.tokens) for use in plans.plan.uses] == [("a", T), ("b", T)]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_that_another_rank_norms_are_summed_unrounded(weights, split):
+    """Each tensor-parallel rank plans by its own memory, and the first one's norms clip all."""
+    context = context_of(weights)
+    context.reducer.splits_parameters = True
+    parts = {weight.parameter: SimpleNamespace(split=split) for weight in weights}
+    context.sharding = SimpleNamespace(parts=parts)
+    plans = FusedPlans(context, B)
+    plans.calls.append(call(weights[0], 16 * T))  # many tokens: G is the least to keep
+    plans.make()
+    assert (plans.choices[weights[0]].algorithm == INSTANTIATE) is split
 
 
 def test_uses_of_a_layer_are_more_tokens(weights):
