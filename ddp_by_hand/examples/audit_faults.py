@@ -104,7 +104,7 @@ def clipping_of_the_mean() -> AbstractContextManager:
 @contextmanager
 def clipping_of_the_sum() -> Iterator[None]:
     """The sum of whole gradients is clipped, not each of them."""
-    right = GradientNoise._add_to_gradients
+    right = GradientNoise._add_to_sums
 
     def add(self: Any, step: int) -> None:
         gradients = [p.grad for p in self.model.capture.parameters]
@@ -113,7 +113,7 @@ def clipping_of_the_sum() -> Iterator[None]:
             gradient.mul_((self.model.step_state.sensitivity / norm).clamp(max=1.0))
         right(self, step)
 
-    with no_clipping(), patch.object(GradientNoise, "_add_to_gradients", add):
+    with no_clipping(), patch.object(GradientNoise, "_add_to_sums", add):
         yield
 
 

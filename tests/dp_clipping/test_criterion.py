@@ -104,23 +104,6 @@ def test_a_mean_over_the_batch_adds_up_entries(model):
         PrivateCriterion(model, kl, "sum")
 
 
-def test_a_reduction_that_is_none_is_refused(model):
-    with pytest.raises(ValueError, match="both must be"):
-        PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "mean")
-
-
-def test_a_loss_over_the_batch_is_refused(model):
-    with pytest.raises(ValueError, match="it must return one per sample"):
-        PrivateCriterion(model, lambda y, t: (y - t).square().mean(), "mean")(
-            model(torch.randn(3, 3)), torch.zeros(3, 2)
-        )
-
-
-def test_a_criterion_before_the_forward_is_refused(model):
-    with pytest.raises(RuntimeError, match="before the private model's forward"):
-        PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(torch.randn(2, 2), torch.zeros(2))
-
-
 # ---- what is the same for every batch ------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from tests.support.engine import (
     build,
     data,
     fixed,
-    network,
     step,
 )
 
@@ -45,17 +44,6 @@ class TestModules:
         good = PrivacyEngine.get_compatible_module(bad)
         assert PrivacyEngine.is_compatible(module=good, optimizer=None, data_loader=None)
         assert isinstance(bad[1], nn.BatchNorm2d), "a copy"
-
-
-class TestRefused:
-    def test_optimizers_of_other_parameters(self):
-        other = network()
-        with pytest.raises(ValueError, match=r"not in the optimizer: 0.weight, 0.bias; freeze"):
-            build(module=other, optimizer=torch.optim.SGD(other[2].parameters(), lr=1))
-
-    def test_parameters_added_later(self):
-        with pytest.raises(RuntimeError, match="before make_private"):
-            build().optimizer.add_param_group({"params": []})
 
 
 class TestWarnings:

@@ -182,11 +182,6 @@ class TestDrawnExamples:
         first, second = ([x.tolist() for x, _, _ in steps(one)] for one in (run, again))
         assert first == second
 
-    def test_an_audit_refuses_them(self):
-        arguments = runs.arguments(**given(examples_per_unit=1, examples_per_step=1, unit_ids=IDS))
-        with pytest.raises(ValueError, match="examples_per_step is not for an audit: leave it out"):
-            PrivacyEngine().record_sums(**arguments)
-
 
 class TestAccount:
     def test_statement_and_account_are_of_units(self):

@@ -66,7 +66,10 @@ WIDER = {
                              _D + "test_engine.py", _D + "misuse/test_arguments.py",
                              _D + "checkpoint/test_save_load.py"],
     "dp_clipping/step": [_D + "contract/test_contract.py", _D + "test_optimizer.py",
-                         _D + "test_engine.py", _D + "ranks/test_steps.py"],
+                         _D + "test_engine.py", _D + "ranks/test_steps.py",
+                         _D + "misuse/test_afterwards.py", _D + "sampling/test_usage.py",
+                         _D + "distributed/test_backends_sampling.py",
+                         _D + "profiling/test_profile.py"],
     "ddp": [],
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ STATISTICS = "tests/dp_clipping/clipping/test_statistics.py"
 OPS = "tests/dp_clipping/ops/test_ops.py"
 CONTRACT = "tests/dp_clipping/contract/test_contract.py"
 SAMPLES = "tests/dp_clipping/contract/test_samples.py"
-FACTORS = "tests/dp_clipping/layers/test_linear_factors.py"
 TIED = "tests/dp_clipping/layers/embedding/test_tied.py"
 UNITS = "tests/dp_clipping/test_units_of_privacy.py"
 VIEWS = "tests/dp_clipping/test_views.py"
@@ -246,7 +245,8 @@ ROWS = [
      "at_most_c and linear"),
     ("16-bit sums are of rounded coefficients", "layers/linear_factors.py",
      "left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]",
-     "left = (left * weights.values.to(left.dtype)[:, None, None]).to(dtype)", FACTORS),
+     "left = (left * weights.values.to(left.dtype)[:, None, None]).to(dtype)", OPS,
+     "adds_at_most_c and linear_one_token"),
     ("accumulated sums are not weighted", "layers/linear_factors.py",
      "weighted_sum(weights.only(part), gradients)", "gradients.sum(0)", OPS,
      "few_samples_at_a_time"),

@@ -201,11 +201,6 @@ def test_it_is_a_file_and_a_section_of_a_card(tmp_path):
     assert file["account"]["histories"] == [[[1.0, 1 / 6, 6]]]
 
 
-def test_before_make_private_there_is_nothing_to_state():
-    with pytest.raises(RuntimeError, match=r"call engine.make_private\(..\) before"):
-        PrivacyEngine().privacy_statement(1e-3)
-
-
 def facts(samples, **arguments):
     """Returns what an observer may learn of a run without looking at its noise."""
     engine, (_, optimizer, _, loader) = private = made(samples, **arguments)

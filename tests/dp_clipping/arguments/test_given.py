@@ -33,12 +33,6 @@ def test_classes_are_known_by_name_and_library():
             refuse_used(module=None, **{name: getattr(run, name)})
 
 
-def test_unknown_names_point_to_the_document():
-    run = engine.build()
-    with pytest.raises(AttributeError, match=r"no attribute 'add_noise'.*from_opacus\.md"):
-        run.optimizer.add_noise()
-
-
 def test_the_network_answers_for_the_model():
     """A network that has a method of such a name keeps it."""
     net = engine.network()

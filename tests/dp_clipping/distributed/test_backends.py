@@ -1,7 +1,6 @@
 """Clipped sums on every data-parallel variant, beside one process that has the whole batch."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -34,39 +33,6 @@ def variants(*fast: str) -> pytest.MarkDecorator:
             for name in SYNCHRONISING
         ],
     )
-
-
-# ---- accumulation --------------------------------------------------------------------------------
-
-
-@variants("CpuCopyEngineDDP", "torch_ddp")
-@on_ranks(2)
-def test_accumulation_equals_one_large_batch(context: Context, variant: str) -> None:
-    """Parts of the batch, as different ranks see them, before one finish."""
-    plans = [[True, True], [False, True], [False, True, True]]
-    for find_unused, chosen in ((False, plans), (True, plans[2:])):
-        pair = Beside(context, variant, find_unused_parameters=find_unused)
-        for synchronise in chosen:
-            seen = []
-            for micro, sync in enumerate(synchronise):
-                with nullcontext() if sync else pair.model.no_sync():
-                    for mine in microbatch(context, micro, len(synchronise)):
-                        pair.backward(mine)
-                        seen.append(mine)
-            pair.finish()
-            norms = torch.cat([oracle.norms(pair.expected)[mine] for mine in seen]).float()
-            torch.testing.assert_close(pair.model.per_sample_gradient_norms, norms)
-            pair.check_sums()
-            pair.model.clear_gradients()
-
-
-def microbatch(context: Context, micro: int, count: int) -> list[slice]:
-    """The batch dealt out sample by sample, some microbatches empty."""
-    place = context.rank + context.world_size * micro
-    if micro + 1 < count:
-        return [slice(place, place + 1) if place < zoo.SIZE else slice(0, 0)]
-    rest = range(place, zoo.SIZE, context.world_size)
-    return [slice(i, i + 1) for i in rest] or [slice(0, 0)]
 
 
 # ---- failures and parameters that were not used --------------------------------------------------
@@ -261,6 +227,7 @@ def test_ordinary_training_behind_private(context: Context, variant: str) -> Non
     with pytest.raises(RuntimeError, match="gradients_come_by_hand is set"):
         pair.model.module(ids).sum().backward()
     network = pair.model.to_standard_module()
+    assert (pair.model.module.reduce, pair.model.module.gradients_come_by_hand) == ("mean", False)
     pair.model.module.zero_grad()
     pair.model.module(ids).sum().backward()
     pair.finish()

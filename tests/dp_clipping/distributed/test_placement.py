@@ -134,6 +134,3 @@ def test_an_unknown_order_of_shards_is_refused():
     nested = (_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=3), Shard(0))
     assert _box((12,), (2, 2, 3), (1, 0, 2), nested) == ((9, 1),)
     assert _box((12,), (2, 2, 3), (0, 1, 1), nested) == ((6, 1),)
-
-
-# ---- what FSDP2 and tensor parallel make ---------------------------------------------------------

@@ -78,6 +78,7 @@ CORRELATED = {"noise_mechanism": CorrelatedNoise(bands=3), "sampling": "cyclic"}
 TRUNCATED = {"sampling": "truncated_poisson"}
 SECURE = {"secure_mode": True}
 FROZEN = engine.network().requires_grad_(False)
+PARTLY = engine.network()
 
 MODES: list[Row] = [
     ({"grad_sample_mode": "hooks"}, r"'hooks' is unknown: .*docs/from_opacus.md has those"),
@@ -87,6 +88,7 @@ MODES: list[Row] = [
     ({"clipping_function": "x"}, "'x' is unknown: .* of abadi, automatic,.* or call dp_clip"),
     ({"loss_reduction": "sum"}, "loss_reduction is 'sum' and criterion.reduction 'mean'"),
     ({"loss_reduction": "none"}, "'none' is unknown: choose one of mean, sum"),
+    ({"criterion": nn.CrossEntropyLoss(reduction="none")}, "both must be"),
 ]
 NUMBERS: list[Row] = [
     ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0: give a finite"),
@@ -116,6 +118,8 @@ OBJECTS: list[Row] = [
     ({"optimizer": None}, "optimizer is None: give a torch.optim.Optimizer"),
     ({"optimizer": torch.optim.SGD(engine.network().parameters(), lr=1)},
      "parameters that are not the module's"),
+    ({"module": PARTLY, "optimizer": torch.optim.SGD(PARTLY[2].parameters(), lr=1)},
+     r"not in the optimizer: 0.weight, 0.bias; freeze"),
     ({"module": engine.network(), "optimizer": torch.optim.LBFGS(engine.network().parameters())},
      "LBFGS computes the loss several times"),
     ({"adaptive_threshold": ADAPTIVE, "grad_sample_mode": "no_dp"}, "is for private modes"),

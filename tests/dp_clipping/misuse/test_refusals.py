@@ -300,7 +300,28 @@ REGISTERED: list[Row] = [
       ])),
 ]  # fmt: skip
 
-ROWS = [*SETTINGS, *GRADIENTS, *LAYERS, *REGISTERED]
+
+# The engine, its optimizer and its criterion
+
+
+def loss_over_the_batch() -> None:
+    engine.step(engine.build(criterion=lambda y, t: F.cross_entropy(y, t)))
+
+
+OBJECTS: list[Row] = [
+    ("no make_private", lambda: PrivacyEngine().privacy_statement(1e-3), RuntimeError,
+     r"call engine.make_private\(..\) before"),
+    ("a late group", lambda: engine.build().optimizer.add_param_group({"params": []}), RuntimeError,
+     "before make_private"),
+    ("a method of Opacus", lambda: engine.build().optimizer.add_noise(), AttributeError,
+     r"no attribute 'add_noise'.*from_opacus\.md"),
+    ("a criterion before the forward",
+     lambda: engine.build().criterion(torch.randn(2, 3), torch.tensor([0, 1])), RuntimeError,
+     "before the private model's forward"),
+    ("a loss over the batch", loss_over_the_batch, ValueError, "it must return one per sample"),
+]  # fmt: skip
+
+ROWS = [*SETTINGS, *GRADIENTS, *LAYERS, *REGISTERED, *OBJECTS]
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,3 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path):
         ValueError, match=r"noise_mechanism is logistic .* and gaussian in this run"
     ):
         saved_runs.load(build(noise_mechanism="gaussian"), tmp_path / "file")
-
-
-# ---- ranks ---------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ SPLIT = [  # into microbatches, of which some ranks have none
     ("ddp_bucketed on four", "poisson", 2), ("zero1", "balls in bins", 1),
     ("fsdp2 block", "ghost", 1), ("fsdp1 block, SHARD_GRAD_OP", "poisson", 1),
     ("fsdp1 block", "adaptive units", 3), ("ddp_individual", "without noise", 1),
-    ("torch_ddp", "without noise", 1),
+    ("torch_ddp", "without noise", 1), ("copy engine", "without noise", 1),
 ]  # fmt: skip
 PADDED = [
     ("ddp_bucketed on four", "poisson", 2),
@@ -213,9 +213,9 @@ ROWS = [
 ]
 MORE = [  # beside `REST`
     ("ddp_bucketed on four", "poisson", None, False), ("fsdp2 on four", "poisson", None, False),
-    ("ddp_bucketed", "poisson", 1, False), ("copy engine", "without noise", 1, False),
-    ("fsdp2 block", "poisson", 3, True), ("ddp_bucketed", "units", 3, True),
-    ("fsdp2 block", "units", 6, True), ("tensor", "poisson", None, False),
+    ("ddp_bucketed", "poisson", 1, False), ("fsdp2 block", "poisson", 3, True),
+    ("ddp_bucketed", "units", 3, True), ("fsdp2 block", "units", 6, True),
+    ("tensor", "poisson", None, False),
     ("fsdp2 x tensor", "poisson", None, False), ("fsdp", "empty draws", None, False),
     ("fsdp1 block", "correlated", None, False), ("ddp_bucketed", "secure", None, False),
     ("fsdp2 block", "adaptive units", None, False),

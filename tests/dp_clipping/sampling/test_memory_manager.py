@@ -108,26 +108,6 @@ class TestPoisson:
         assert [[]] in draws
         assert len(draws) == 24
 
-    def test_second_epoch_and_position(self):
-        loader = poisson()
-        whole = [batch.tolist() for _ in range(2) for (batch,) in loader]
-        again = poisson()
-        assert [joined(p) for _ in range(2) for p in draws_of(again, 5)] == whole
-        assert again.position == 10
-
-    def test_on_batch_comes_once_before_the_signal(self):
-        loader = poisson()
-        events = []
-        loader.on_batch = lambda draw: events.append(draw)
-        optimizer = Optimizer()
-        optimizer.signal_skip_step = lambda do_skip: events.append(do_skip)
-        with split_by(loader, 4, optimizer) as memory_safe:
-            for _ in memory_safe:
-                pass
-        sizes = [len(share) for (share,) in map(loader.batch_sampler.shares, range(5))]
-        expected = [[n, *[True] * (-(-size // 4) - 1), False] for n, size in enumerate(sizes)]
-        assert events == joined(expected)
-
     def test_len(self):
         loader = poisson()
         with split_by(loader, 4) as memory_safe:

@@ -325,14 +325,6 @@ def test_batches_that_opacus_would_mix_up_are_refused():
         next(iter(pieces))
 
 
-@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
-def test_without_poisson_batches_nothing_is_counted():
-    run = make(poisson_sampling=False)
-    batch = next(iter(run.loader))
-    step(run, batch)
-    step(run, batch)
-
-
 def test_a_refusal_tells_too_many_samples_from_those_of_another_rank():
     usage = SampleUsage()
     usage.hand_over(Ticket(3))

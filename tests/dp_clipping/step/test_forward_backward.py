@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
-from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.sampling.usage import Ticket
@@ -82,44 +81,6 @@ def test_a_forward_that_fails_opens_none(model):
     hook.remove()
     assert model.step_state.pending in (None, before)
     private_loss(model, (torch.ones(5, 3), torch.ones(5, 2)), zoo.product).backward()
-
-
-def test_an_empty_batch_gives_no_rows_and_zeros(model):
-    batch = torch.ones(0, 3), torch.ones(0, 2)
-    assert model(batch[0]).shape == (0, 2)
-    assert model.step_state.pending.is_empty
-    model.clear_gradients()
-    model.step_state.usage.hand_over(Ticket(0))
-    private_loss(model, batch, zoo.product).backward()
-    assert all((p.grad == 0).all() for p in model.network.parameters())
-    assert model.step_state.usage.left == 0
-
-
-def test_a_made_up_sample_adds_nothing(model):
-    model.step_state.usage.hand_over(Ticket(0, is_dummy=True))
-    private_loss(model, (torch.ones(1, 3), torch.ones(1, 2)), zoo.product).backward()
-    assert all((p.grad == 0).all() for p in model.network.parameters())
-    assert model.per_sample_gradient_norms.shape == (0,)
-
-
-def test_rows_that_fill_up_a_unit_add_nothing():
-    torch.manual_seed(0)
-    network = zoo.linear(3, 2)
-    model = private(copy.deepcopy(network), rows_per_unit=2)
-    x, y = torch.randn(4, 3), torch.randn(4, 2)
-    model.step_state.usage.hand_over(Ticket(4, fill=torch.tensor([False, False, False, True])))
-    loss = private_loss(model, (x, y.clone()), zoo.product)
-    y[3] = 0
-    loss.backward()
-    gradients = oracle.per_sample_gradients(network, (x, y), zoo.product)
-    expected = oracle.norms(oracle.unit_gradients(gradients, 2))
-    torch.testing.assert_close(model.per_sample_gradient_norms, expected.float())
-
-
-def test_the_first_batch_is_looked_at():
-    model = private(nn.EmbeddingBag(9, 2, mode="sum", include_last_offset=True))
-    with pytest.raises(ValueError, match="its last offset is 3 for 4 ids"):
-        model(torch.arange(4), torch.tensor([0, 1, 2, 3]))
 
 
 def test_a_normalisation_that_was_fixed_stays_so():

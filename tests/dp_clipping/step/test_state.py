@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
-from dp_clipping.sampling.usage import SampleUsage, Ticket
 from dp_clipping.step.state import BatchNorms, Phase, StepState
-from tests.support import engine, zoo
 
 IDLE, OPEN, NOISY = Phase
 
@@ -61,14 +58,6 @@ def test_a_refusal_ends_with_its_step(ends):
     assert state.refusal is None
 
 
-def test_without_privacy_noise_needs_no_sums():
-    state = StepState(is_private=False)
-    state.require_sums()
-    state.add_noise()
-    state.apply()
-    assert state.is_idle
-
-
 class TestASteps:
     def test_settings_are_fixed_as_it_opens(self):
         state, seen = StepState(), []
@@ -104,84 +93,8 @@ class TestASteps:
         assert (numbers, state.steps) == ([0, 1, 2], 3)
 
 
-class TestSamples:
-    def test_a_dropped_step_gives_its_samples_back_and_a_counted_one_does_not(self):
-        usage = SampleUsage()
-        state = at(OPEN, usage=usage)
-        usage.hand_over(Ticket(5))
-        usage.use(5)
-        state.drop()
-        assert usage.left == 5
-        usage.use(5)
-        state.open([1.0])
-        state.count()
-        state.drop()
-        assert usage.left == 0
-
-    @pytest.mark.parametrize("phase", Phase)
-    def test_a_draw_begins_when_the_last_one_is_used(self, phase):
-        state = at(phase)
-        if phase is OPEN:
-            with pytest.raises(RuntimeError, match="batch 3 of the loader begins before"):
-                state.begin_batch(3, in_training=True)
-            assert state.batch_number is None
-        else:
-            state.begin_batch(3, in_training=True)
-            assert state.batch_number == 3
-
-    def test_a_draw_may_stay_unused_in_evaluation(self):
-        state = StepState()
-        state.usage.begin(0, in_training=False)
-        state.begin_batch(1, in_training=False)
-        state.usage.begin(0, in_training=True)
-        with pytest.raises(RuntimeError, match="batch 1 of the loader begins before"):
-            state.begin_batch(1, in_training=True)
-        state.begin_batch(1, in_training=False)
-
-
-def test_microbatches_skip_all_steps_but_the_last():
-    state, kept = StepState(), []
-    for do_skip in (True, True, False):
-        state.signal_part(do_skip)
-        assert state.accumulating == state.skips_next == do_skip
-        kept.append(state.take_signal())
-        assert not state.skips_next
-        assert state.keeps_sums == do_skip
-    assert kept == [True, True, False]
-    state.signal_part(True)
-    state.end_parts()
-    assert not any([state.accumulating, state.skips_next, state.keeps_sums])
-
-
-def test_a_resumed_run_is_between_two_steps():
-    state = at(NOISY)
-    state.begin_batch(2, in_training=True)
-    state.signal_part(True)
-    state.resume(9)
-    assert (state.phase, state.steps, state.batch_number) == (IDLE, 9, None)
-    assert not state.accumulating
-
-
 def test_a_run_resumed_before_its_first_step_still_looks_for_a_finite_norm():
     state = StepState()
     for steps, had_finite in ((0, False), (1, True), (0, True)):
         state.resume(steps)
         assert state.had_finite is had_finite
-
-
-def test_one_step_of_an_engine_passes_through_all_phases():
-    dataset = torch.utils.data.TensorDataset(*zoo.classes(8, 3, count=2))
-    run = engine.build(module=nn.Linear(3, 2), dataset=dataset, noise_generator=engine.fixed())
-    model, optimizer, criterion = run.model, run.optimizer, run.criterion
-    state, phases = model.step_state, []
-    assert optimizer.step_state is state
-    note = lambda: phases.append(state.phase)  # noqa: E731
-    note()
-    criterion(model(dataset.tensors[0][:4]), dataset.tensors[1][:4]).backward()
-    note()
-    optimizer.pre_step()
-    note()
-    optimizer.step()
-    note()
-    assert phases == [IDLE, OPEN, NOISY, IDLE]
-    assert state.steps == 1

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.convolution import factors as of_factors
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
-from dp_clipping.kernels.convolution.layout import folded, layout_of, pair_of, weight_of
+from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
@@ -58,25 +57,6 @@ def kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
 
 def not_kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
     return norm_of(use, keep=False)
-
-
-@pytest.mark.parametrize("case", WIDE, ids=str)
-def test_runs_are_linear_layers(case):
-    """In float64: the products of a view's runs, added up over places, are G."""
-    size, pictures, channels, outputs, _, geometry = case
-    x, y, right = operands(case, torch.float64, "cpu")
-    layout = layout_of(x.shape, y.shape, 2, pictures, geometry)
-    with patch("dp_clipping.kernels.convolution.packing.launch", placed):
-        x = folded(x, geometry, layout) if layout.folds else x
-        left, a, places = pair_of(pack(x, y, layout.to_x, layout.to_y), layout)
-    assert left[:, -1].any()  # y ends at the last position
-    runs = [a.as_strided(a.shape, a.stride(), a.storage_offset() + place) for place in places]
-    found = torch.stack([torch.einsum("btd,btp->bdp", left, run) for run in runs], 1)
-    shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
-    groups = geometry.groups
-    for i in range(size):
-        own = found[i * groups : (i + 1) * groups]
-        torch.testing.assert_close(weight_of([own], layout, shape).flatten(2), right[i])
 
 
 @on_kernels(tf32=True)
@@ -180,23 +160,3 @@ def test_nothing(place: Place) -> None:
             assert not norms.any()
             if size:
                 assert not total_of(use, torch.ones(size, device=place.device)).any()
-
-
-def placed(kernel, grid, tensors, numbers, **constants) -> None:
-    """Packs in PyTorch what `_pack_kernel` packs, also in float64."""
-    names = [n for n in kernel.arg_names if n not in constants][len(tensors) :]
-    sizes = dict(zip(names, numbers, strict=True))
-    operands = zip("xy", tensors[:2], tensors[2:4], tensors[7:], strict=True)
-    for operand, x, to, places in operands:
-        own = {n[: -len(operand) - 1]: v for n, v in sizes.items() if n.endswith("_" + operand)}
-        pictures = own["pictures"]
-        for n, channel, pixel in torch.cartesian_prod(
-            *map(torch.arange, (*x.shape[:2], x[0, 0].numel()))
-        ).tolist():
-            place = pixel if places is None else int(places[pixel])
-            if place < 0:
-                continue
-            group, own_channel = divmod(channel, own["n_own"])
-            sample = n // pictures * (x.shape[1] // own["n_own"]) + group
-            row = n % pictures * own["n_plane"] + place
-            to[sample, row, own_channel] = x[n, channel].flatten()[pixel]

@@ -23,7 +23,14 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 from tests.support import zoo
-from tests.support.registered_layers import Apart, Dense, Gate, gate_norms, gate_sums
+from tests.support.registered_layers import (
+    Apart,
+    Dense,
+    Gate,
+    gate_gradients,
+    gate_norms,
+    gate_sums,
+)
 
 
 def sums(network: nn.Module, batch, mode: str = "bookkeeping") -> dict:
@@ -114,6 +121,11 @@ def test_an_output_that_backward_needs_may_not_be_changed_as_without():
     model = private(network)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         private_loss(model, (x, torch.randn(4, 5)), zoo.product).backward()
+
+
+def test_a_class_may_be_registered_again():
+    """With the same function, as a notebook's cell does."""
+    register_layer(Gate, gate_gradients)
 
 
 def test_outside_of_a_step_it_is_the_layer(monkeypatch):

@@ -4,6 +4,7 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from dp_clipping.noise.secure import source
 from dp_clipping.noise.secure.rounded_gaussian import values_at
 from dp_clipping.noise.secure.source import SecureNoise, grid_of, stream_keys
 from dp_clipping.sampling.poisson import included
+from tests.support import engine as runs
 from tests.support import saved_runs
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -153,6 +155,17 @@ def test_no_noise_and_no_privacy_are_what_they_were():
     assert engine.privacy_statement(1e-3).secure is None
 
 
+def test_pieces_are_divided_where_nothing_is_changed_in_place():
+    """Of a rank's part of the gradients, where the source returns other tensors without noise."""
+    run = runs.build(engine=SECURE(), noise_multiplier=0.0)
+    runs.backward(run, runs.data()[:5])
+    weight, sums = run.network[0].weight, run.network[0].weight.grad.clone()
+    pieces = [(weight, 0, sums.numel(), weight.grad.view(-1))]
+    with patch.object(run.model.gradient_buffer, "pieces", return_value=pieces):
+        run.optimizer.noise.add(0)
+    torch.testing.assert_close(weight.grad * runs.BATCH, sums)
+
+
 def test_batches_are_of_chacha():
     run = build()
     key = run.engine._runs[0].keys.sampling
@@ -211,6 +224,3 @@ def test_two_runs_of_an_engine_and_schedules_of_noise_and_threshold():
     assert statement.epsilon > first
     assert statement.secure["parameters"] == 3 * 40 + 40 + 40 * 2 + 2
     assert statement.steps == 4
-
-
-# ---- ranks ---------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.kept import Kept
-from dp_clipping.clipping.accumulation import Weights
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Joint, Trainable
@@ -36,51 +35,11 @@ def add(uses: Uses, weight: Trainable, y: Tensor, a: Tensor) -> Tensor:
     return y.mT @ a
 
 
-def test_uses_of_a_linear_layer_are_more_tokens(weight):
-    uses = Uses(B, Kept())
-    expected = sum(add(uses, weight, *operands()) for _ in range(3))
-    ((kind, records, (y, a, _), _),) = uses.joined(weight.joint)
-    assert (kind, records) == (LINEAR, (weight,))
-    torch.testing.assert_close(y.mT @ a, expected)
-    assert not list(uses.joined(weight.joint))
-
-
 def look_up(uses: Uses, weight: Trainable) -> Tensor:
     """Adds a use of an embedding, and returns its G."""
     factors = EmbeddingFactors(torch.randint(D, (B, T)), torch.randn(B, T, P), D)
     uses.add(FACTORS, (weight,), factors, factors.held(factors))
     return factors.dense()
-
-
-def norms_of(gradients: Tensor) -> Tensor:
-    return gradients.square().sum((1, 2))
-
-
-@pytest.mark.parametrize("products", [0, 1, 2])
-@pytest.mark.parametrize("look_ups", [1, 2])
-def test_look_ups_are_more_tokens_beside_products(weight, products, look_ups):
-    uses = Uses(B, Kept())
-    expected = sum(add(uses, weight, *operands()) for _ in range(products))
-    expected = expected + sum(look_up(uses, weight) for _ in range(look_ups))
-    ((kind, records, factors, tensors),) = uses.joined(weight.joint)
-    assert (kind, records) == (FACTORS, (weight,))
-    assert type(factors) is (TiedFactors if products else EmbeddingFactors)
-    assert tensors == factors.held(factors)
-    torch.testing.assert_close(factors.norm().squared, norms_of(expected))
-    total = factors.weighted_sum(Weights(torch.ones(B)))
-    torch.testing.assert_close(total, expected.sum(0))
-    assert not list(uses.joined(weight.joint))
-
-
-@pytest.mark.parametrize("look_ups", [1, 2])
-def test_of_many_products_gradients_are_smaller(weight, look_ups):
-    """So they are formed, and look-ups are added to them."""
-    uses = Uses(B, Kept())
-    expected = sum(add(uses, weight, *operands()) for _ in range(D))
-    expected = expected + sum(look_up(uses, weight) for _ in range(look_ups))
-    ((kind, _, (gradients, _), _),) = uses.joined(weight.joint)
-    assert kind is DENSE
-    torch.testing.assert_close(gradients, expected)
 
 
 def test_one_use_is_not_copied(weight):
@@ -89,28 +48,6 @@ def test_one_use_is_not_copied(weight):
     look_up(uses, weight)
     ((_, _, factors, _),) = uses.joined(weight.joint)
     assert factors.operands[0] is y
-
-
-def test_bags_beside_products_leave_gradients(weight):
-    """Adds bags whose samples have different numbers of tokens."""
-    uses = Uses(B, Kept())
-    expected = add(uses, weight, *operands()) + look_up(uses, weight)
-    samples = torch.tensor([0, 0, 2])
-    bags = EmbeddingFactors(torch.randint(D, (3,)), torch.randn(3, P), D, samples, B)
-    uses.add(FACTORS, (weight,), bags, bags.held(bags))
-    ((kind, _, (gradients, _), _),) = uses.joined(weight.joint)
-    assert kind is DENSE
-    torch.testing.assert_close(gradients, expected + bags.dense())
-
-
-def test_products_that_no_plan_is_about_leave_gradients(weight):
-    """Leaves out the embedding that shares their weight, as a step may."""
-    weight.joint = Joint((weight,), frozenset(), frozenset({weight}))
-    uses = Uses(B, Kept())
-    expected = add(uses, weight, *operands())
-    ((kind, _, (gradients, _), _),) = uses.joined(weight.joint)
-    assert kind is DENSE
-    torch.testing.assert_close(gradients, expected)
 
 
 def test_beside_compiled_code_gradients_are_added(weight):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.checks.kept import Kept
-from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
@@ -541,20 +540,3 @@ def check_pieces() -> None:
 
 def test_pieces_grow_as_backward_frees_memory(interpreter):
     interpreter.run(check_pieces)
-
-
-def check_tf32() -> None:
-    """Sums are right where G is kept, where operands are, and of groups, at any scales."""
-    layers = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 16, 1), nn.Conv2d(16, 48, 3, groups=2), nn.Flatten()
-    model = private(zoo.seeded(lambda: nn.Sequential(*layers)), "flash_bookkeeping")
-    model.skip_checks()
-    sizes = 4.0 ** torch.arange(3).view(-1, 1, 1, 1)
-    batch = torch.randn(3, 8, 6, 6) * sizes, torch.randn(3, 48 * 2 * 2)
-    with full_float32(layers=True):
-        exact = clipped_sums(model, batch)
-    for name, found in clipped_sums(model, batch).items():
-        assert (found - exact[name]).abs().max() <= 2e-3 * exact[name].abs().max()
-
-
-def test_convolutions_in_tf32_are_summed_by_their_scales(interpreter):
-    interpreter.run(check_tf32)
