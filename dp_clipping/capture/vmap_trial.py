@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
+from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
@@ -146,39 +146,33 @@ class _Trial:
         self._run(self._compared)
 
     def _run(self, trial: Callable[..., Any]) -> None:
-        capture, (args, kwargs) = self._capture, self._arguments
-        mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
 
-        def kept(*call: Any) -> Any:
+        def watch(module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            handle: LayerState = vars(module)["_private"]
+            given = handle.tensors((args, kwargs))
+            if handle.learns_outputs:
+                _refuse_own(handle.name, given)
+            if handle.kind != "vectorized":
+                inputs = list(map(local, given))
+                args, kwargs = expanded_input(handle, inputs, args, kwargs, self._size)
+                return run(*args, **kwargs)
             # A checkpoint around the module counts what is saved in it, in forward and again.
             # A node that saves its own output would hold itself by x, and never be freed.
             with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-                return trial(*call)
+                return trial(module, args, kwargs)
 
         try:
-            with (
-                trials(mine, kept), _gathering(capture),
-                plain_run(capture, args, kwargs, self._before),
-            ):  # fmt: skip
+            with _gathering(self._capture), plain_run(self._capture, *self._arguments, watch):
                 pass
         except RuntimeError as error:
             if (escape := escape_of(error)) is None:
                 raise
             raise escape from error
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        handle: LayerState = vars(module)["_private"]
-        given = handle.tensors((args, kwargs))
-        if handle.learns_outputs:
-            _refuse_own(handle.name, given)
-        inputs = [local(x) for x in given]
-        layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
-        return expanded_input(handle, layouts, inputs, self._size)
-
     def _plain(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        layouts = _output_layouts(module, args, kwargs)
-        outputs = plain_forward(module, *args, **kwargs)
-        return expanded_output(vars(module)["_private"], layouts, outputs, self._size)
+        handle: LayerState = vars(module)["_private"]
+        inputs = handle.tensors((args, kwargs))
+        return expanded_output(handle, inputs, plain_forward(module, *args, **kwargs), self._size)
 
     def _copies(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the parameters that a module captures, expanded to the batch."""
@@ -201,7 +195,8 @@ class _Trial:
         identity. Not where ranks gather layers in it, which they do in the order of one forward.
         """
         handle: LayerState = vars(module)["_private"]
-        layouts, is_whole = _output_layouts(module, args, kwargs), handle.operations is not None
+        layouts = handle.seen_outputs(handle.tensors((args, kwargs)))
+        is_whole = handle.operations is not None
         sharding = self._capture.sharding
         if (
             self._is_as_in_steps
@@ -341,12 +336,6 @@ def _refuse_own(name: str, given: list[Tensor]) -> None:
             f"it gives {name} a tensor made of its parameters alone, without samples: "
             "expand that to the batch, as in self.table.expand(len(x), -1, -1)"
         )
-
-
-def _output_layouts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Layout, ...]:
-    handle: LayerState = vars(module)["_private"]
-    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
-    return handle.output_layouts.get(dims, ())
 
 
 def _gradients(
