@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.capture.calls import with_signature_of
-from dp_clipping.capture.samples.known_bags import refuse_offsets
+from dp_clipping.capture.samples.bags import refuse_offsets
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
@@ -262,12 +262,17 @@ class LayerCall:
     has_moved: bool = False
 
 
-def gradients_of(
-    ys: list[Tensor], parameters: list[Parameter], weights: list[Tensor] | None = None
-) -> tuple[Tensor | None, ...]:
+def fixed_like(y: Tensor) -> Tensor:
+    """Returns a gradient of an output: each element has its own, which is always the same."""
+    return torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y)
+
+
+def gradients_of(outputs: list[Tensor], parameters: list[Parameter]) -> tuple[Tensor | None, ...]:
     """Returns gradients of a plain run's outputs; () if it has none, as a step will say."""
+    ys = [y for y in outputs if y.requires_grad and y.is_floating_point()]
     try:
-        return torch.autograd.grad(ys, parameters, weights, allow_unused=True) if ys else ()
+        given = list(map(fixed_like, ys))
+        return torch.autograd.grad(ys, parameters, given, allow_unused=True) if ys else ()
     except Exception:
         flush_ready_nodes()
         return ()
@@ -301,8 +306,8 @@ def plain_run(
             if is_sharded and isinstance(module, nn.EmbeddingBag):
                 hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
                 stack.callback(hook.remove)
-            if watch is not None and "_private" in vars(module):
-                stack.enter_context(_watched(module, watch, is_network=module is network))
+        if watch is not None:
+            stack.enter_context(_watched(network, modules, watch))
         if not has_dropout:
             stack.enter_context(without_dropout(network))
         has_graph = not is_sharded if has_graph is None else has_graph
@@ -314,18 +319,19 @@ def plain_run(
 
 
 @contextmanager
-def _watched(module: Any, watch: Watch, is_network: bool) -> Iterator[None]:
-    """Enters a context in which `watch` takes calls of a captured module, or of its inner layer."""
-    handle: LayerState = module._private
-    before = module.forward
-    if handle.inner is not None:
+def _watched(network: nn.Module, modules: list[nn.Module], watch: Watch) -> Iterator[None]:
+    """Enters a context in which `watch` takes calls of captured modules or their inner layers."""
+    every = [(vars(m)["_private"], m, vars(m)) for m in modules if "_private" in vars(m)]
+    before = [own["forward"] for _, _, own in every]
+    for handle, module, own in every:
         handle.watch = watch
-    else:
-        call = partial(watch, module, partial(plain_forward, module))
-        module.forward = with_signature_of(call, module) if is_network else call
+        if handle.inner is None:
+            call = partial(watch, module, partial(plain_forward, module))
+            own["forward"] = with_signature_of(call, module) if module is network else call
     try:
         yield
     finally:
-        handle.watch = None
-        if vars(module).get("_private") is handle:  # it may have been captured otherwise meanwhile
-            module.forward = before
+        for (handle, _, own), forward in zip(every, before, strict=True):
+            handle.watch = None
+            if own.get("_private") is handle:  # it may have been captured otherwise meanwhile
+                own["forward"] = forward

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
+from dp_clipping.capture.network import Arguments, CapturedNetwork, fixed_like, plain_run
 from dp_clipping.capture.samples.batch import refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
@@ -175,9 +175,8 @@ class _Trial:
         return expanded_output(handle, inputs, plain_forward(module, *args, **kwargs), self._size)
 
     def _copies(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns the parameters that a module captures, expanded to the batch."""
-        own = _own(module).items()
-        return {n: p.detach().expand(self._size, *p.shape).requires_grad_() for n, p in own}
+        copies = vars(module)["_private"].copies(module, self._size).items()
+        return {name: rows.requires_grad_() for name, rows in copies}
 
     def _give_up(self, handle: LayerState, error: Exception) -> None:
         """Notes that a module cannot run on the whole batch."""
@@ -206,7 +205,7 @@ class _Trial:
             or not (is_whole or any(layout.kind == "dimension" for layout in layouts))
         ):
             return self._plain(module, args, kwargs)
-        start, own = Objects(module, args, kwargs), _own(module)
+        start, own = Objects(module, args, kwargs), handle.own(module)
         states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
 
         def given() -> Arguments:
@@ -293,12 +292,6 @@ class _Trial:
                 handle.one_by_one = reason_of(error)
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters that a module captures, as its code has them."""
-    names = vars(module)["_private"].trainable
-    return {name: getattr(*owner_of(module, name)) for name in names}
-
-
 def _tied(module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns others in the place of a module's own parameters where layers in it have them."""
     mine, places = {id(p) for p in own.values()}, {owner_of(module, name) for name in own}
@@ -351,7 +344,7 @@ def _gradients(
     for y, layout in zip(outputs, layouts, strict=False):
         if not y.requires_grad:
             continue
-        gradient = torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y)
+        gradient = fixed_like(y)
         if sample is not None:
             layout = Layout() if layout.kind == "shared" else layout
             rows = layout.batch_first(gradient, size)

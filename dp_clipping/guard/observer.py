@@ -13,7 +13,7 @@ from dp_clipping.capture.checks.terms import leaves_of
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.distributed.dtensor import is_sharded, owner_of
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, LayoutUnknown, all_tokens
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
@@ -261,8 +261,7 @@ class _Calls:
                 x.register_hook(arrived)
             return x
 
-        own = {name: getattr(*owner_of(module, name)).detach() for name in handle.trainable}
-        copies = {name: p.expand(self._size, *p.shape) for name, p in own.items()}
+        copies = handle.copies(module, self._size)
         call = Call(handle.title(module), self._size, handle.operations, watch=watch)
         try:
             return on_whole_batch(module, call, copies, args, kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.clipping.accumulation import autocast_of
+from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import (
     Layout,
     LayoutUnknown,
@@ -302,6 +303,15 @@ class LayerState:
             check_size(x, layout, self, batch_size)
         return found
 
+    def own(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the parameters that the module captures, as its code has them."""
+        return {name: getattr(*owner_of(module, name)) for name in self.trainable}
+
+    def copies(self, module: nn.Module, batch_size: int) -> dict[str, Tensor]:
+        """Returns the same without a graph, expanded to the batch."""
+        own = self.own(module).items()
+        return {name: p.detach().expand(batch_size, *p.shape) for name, p in own}
+
     def seen(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         """Returns the layouts of a call's inputs, or none where they are not known yet."""
         return self.layouts.get(tuple([x.dim() for x in inputs]), ())
@@ -365,16 +375,16 @@ def expanded_input(
     handle: LayerState, inputs: list[Tensor], args: tuple, kwargs: dict, batch_size: int
 ) -> tuple[tuple, dict]:
     """Returns a layer's arguments, with a shared input expanded to the batch."""
-    layouts = handle.seen(inputs)
-    if not handle.learns_outputs and layouts and layouts[0].kind == "shared":
+    layouts = () if handle.learns_outputs else handle.seen(inputs)
+    if layouts and layouts[0].kind == "shared":
         return (expand_shared(inputs[0], batch_size),), {}
     return args, kwargs
 
 
 def expanded_output(handle: LayerState, inputs: list[Tensor], output: Any, batch_size: int) -> Any:
     """Returns an output of a vectorized module whose shared tensors are expanded to the batch."""
-    layouts = handle.seen_outputs(inputs)
-    if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
+    layouts = handle.seen_outputs(inputs) if handle.kind == "vectorized" else ()
+    if not any([x.kind == "shared" for x in layouts]):
         return output
     places = iter(layouts)
 

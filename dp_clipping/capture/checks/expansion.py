@@ -182,13 +182,8 @@ def _summary(rows: Tensor) -> Summary:
 
 
 def _gradients(outputs: list[Tensor], parameters: list[Parameter]) -> list[Summary]:
-    """Returns a summary of all gradients, of which one alone may be rounding, or none.
-
-    Each element of an output has its own fixed gradient.
-    """
-    ys = [y for y in outputs if y.requires_grad and y.is_floating_point()]
-    weights = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ys]
-    found = gradients_of(ys, parameters, weights)
+    """Returns a summary of all gradients, of which one alone may be rounding, or none."""
+    found = gradients_of(outputs, parameters)
     each = [_summary(g.to_dense()[None]) for g in found if g is not None]
     if not each:
         return []
