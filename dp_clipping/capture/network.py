@@ -35,7 +35,7 @@ from dp_clipping.trials.randomness import same_randomness
 
 Arguments = tuple[tuple, dict]  # of a forward
 Watch = Callable[..., Any]
-"""`watch(module, run, *args, **kwargs)` -> what a captured module returns; `run` is its own."""
+"""`watch(module, run, *args, **kwargs)` -> what a captured module returns; `run` is its code."""
 
 
 class Attached:
