@@ -116,11 +116,9 @@ def kind_of(module: nn.Module) -> str:
     is_plain = not replaced_methods(module)
     if is_plain and (found := _of_kinds(module, plain, names_parameters=True)):
         return found
-    is_parametrized = nn.utils.parametrize.is_parametrized(module)
-    if is_registered(module) and not is_parametrized and is_plain:
+    if is_registered(module) and not nn.utils.parametrize.is_parametrized(module) and is_plain:
         return "registered"
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
+    if not _has_plain_weights(module):
         return "vectorized"
     if _reads_otherwise(plain):
         raise ValueError(
@@ -142,13 +140,17 @@ def _of_kinds(module: nn.Module, plain: Any, names_parameters: bool) -> str | No
 def inner_layer(module: nn.Module) -> Inner | None:
     """Returns the layer whose call in a subclass's own forward may be captured; None: no such.
 
-    Its weight and bias are its own parameters, and no method of the module itself was replaced.
+    No method of the module itself was replaced.
     """
+    is_plain = _has_plain_weights(module) and not replaced_methods(module)
+    return inner_of(plain_type(module)) if is_plain else None
+
+
+def _has_plain_weights(module: nn.Module) -> bool:
+    """Returns whether weight, and perhaps bias, are all of the module's own parameters."""
     names = {name for name, _ in module.named_parameters(recurse=False)}
     is_parametrized = nn.utils.parametrize.is_parametrized(module)
-    if "weight" not in names or names - {"weight", "bias"} or is_parametrized:
-        return None
-    return None if replaced_methods(module) else inner_of(plain_type(module))
+    return "weight" in names and names <= {"weight", "bias"} and not is_parametrized
 
 
 def replaced_methods(module: nn.Module) -> set[str]:

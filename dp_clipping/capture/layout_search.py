@@ -248,10 +248,10 @@ class Search:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
 
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        def watch(module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             handle: LayerState = module._private
             if is_in_backward():  # a checkpointed part of it is computed again
-                return None
+                return run(*args, **kwargs)
             _refuse_packed(handle, module, (*args, *kwargs.values()))
             given = handle.tensors((args, kwargs))
             inputs = [tensor_parallel.local(x) for x in given]
@@ -266,24 +266,16 @@ class Search:
             has_moved = any(map(self.routing.has_moved, inputs))
             call = LayerCall(shapes, [], dtype, has_moved)
             calls.setdefault(handle.name, []).append(call)
-            layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
-            return expanded_input(handle, layouts, inputs, batch_size)
-
-        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            handle: LayerState = module._private
-            if is_in_backward():
-                return output
-            call = calls[handle.name][-1]
+            args, kwargs = expanded_input(handle, inputs, args, kwargs, batch_size)
+            output = run(*args, **kwargs)
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
-            dims = tuple(x.dim() for x in call.inputs)
-            if dims not in handle.layouts:
+            if not handle.seen(inputs):
                 tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
-            layouts = handle.output_layouts.get(dims, ())
-            return expanded_output(handle, layouts, output, batch_size)
+            return expanded_output(handle, inputs, output, batch_size)
 
-        with ExitStack() as hooks, plain_run(self.capture, args, kwargs, before, after) as found:
+        with ExitStack() as hooks, plain_run(self.capture, args, kwargs, watch) as found:
             outputs = tensors_of(found)
         calls[NETWORK] = [
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)

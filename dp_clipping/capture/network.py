@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.samples.known_bags import refuse_offsets
+from dp_clipping.capture.calls import with_signature_of
+from dp_clipping.capture.samples.bags import refuse_offsets
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
-from dp_clipping.layers.handle import LayerState
+from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import (
     any_compiled,
@@ -33,6 +34,8 @@ from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.randomness import same_randomness
 
 Arguments = tuple[tuple, dict]  # of a forward
+Watch = Callable[..., Any]
+"""`watch(module, run, *args, **kwargs)` -> what a captured module returns; `run` is its code."""
 
 
 class Attached:
@@ -65,7 +68,7 @@ class CapturedNetwork(ABC):
     """A network whose layers deliver per-sample gradients to private steps.
 
     Each forward of a private step runs inside `attached`, where layers deliver to that step. The
-    search for samples runs plain forwards inside `looked_at`. The attributes do not change
+    search for samples runs plain forwards, as `plain_run` does. The attributes do not change
     afterwards, but `handles`.
 
     Attributes:
@@ -244,51 +247,6 @@ class CapturedNetwork(ABC):
             self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.trigger.device)
         return self._zeros[dtype]
 
-    @contextmanager
-    def tried(self, args: tuple, kwargs: dict, keeps_state: bool = False) -> Iterator[Any]:
-        """Runs a forward that is only tried, and yields its outputs.
-
-        At the end the network, and objects in the arguments, hold what they held before. With
-        `keeps_state`, and on ranks that share the network's parameters, only the arguments do:
-        FSDP keeps state of its own.
-        """
-        only_given, state = keeps_state or self.sharding is not None, self.state
-        with nullcontext() if state is None else state.rewound(args, kwargs, only_given=only_given):
-            yield self.network(*args, **kwargs)
-
-    @contextmanager
-    def looked_at(self, before: Callable, after: Callable | None = None) -> Iterator[None]:
-        """Enters a context with plain forwards, in which hooks run around each captured module.
-
-        Random generators, the network's own too, and compiled code are not affected.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(self.attached(None))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            modules = every_module(self.network)
-            stack.enter_context(same_randomness(modules, self.trigger.device))
-
-            for module in modules:
-                if self.sharding is not None and isinstance(module, nn.EmbeddingBag):
-                    hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
-                    stack.callback(hook.remove)
-                if "_private" in module.__dict__:
-                    handle = module._private
-                    if handle.inner is not None:
-                        stack.callback(setattr, handle, "around", handle.around)
-                        handle.around = (before, after)
-                        continue
-                    hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-                    stack.callback(hook.remove)
-                    if after is not None:
-                        hook = module.register_forward_hook(after, with_kwargs=True)
-                        stack.callback(hook.remove)
-            yield
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
-
 
 @dataclass
 class LayerCall:
@@ -304,24 +262,17 @@ class LayerCall:
     has_moved: bool = False
 
 
-@contextmanager
-def trials(handles: list[LayerState], trial: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a plain forward gives calls of these modules to `trial`."""
-    for handle in handles:
-        handle.trial = trial
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.trial = None
+def fixed_like(y: Tensor) -> Tensor:
+    """Returns a gradient of an output: each element has its own, which is always the same."""
+    return torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y)
 
 
-def gradients_of(
-    ys: list[Tensor], parameters: list[Parameter], weights: list[Tensor] | None = None
-) -> tuple[Tensor | None, ...]:
+def gradients_of(outputs: list[Tensor], parameters: list[Parameter]) -> tuple[Tensor | None, ...]:
     """Returns gradients of a plain run's outputs; () if it has none, as a step will say."""
+    ys = [y for y in outputs if y.requires_grad and y.is_floating_point()]
     try:
-        return torch.autograd.grad(ys, parameters, weights, allow_unused=True) if ys else ()
+        given = list(map(fixed_like, ys))
+        return torch.autograd.grad(ys, parameters, given, allow_unused=True) if ys else ()
     except Exception:
         flush_ready_nodes()
         return ()
@@ -329,24 +280,58 @@ def gradients_of(
 
 @contextmanager
 def plain_run(
-    capture: CapturedNetwork, args: tuple, kwargs: dict, before: Callable[..., Any] = _nothing,
-    after: Callable[..., Any] | None = None, has_graph: bool | None = None,
-    keeps_state: bool = False,
+    capture: CapturedNetwork, args: tuple, kwargs: dict, watch: Watch | None = None,
+    has_graph: bool | None = None, has_dropout: bool = False, keeps_state: bool = False,
 ) -> Iterator[Any]:  # fmt: skip
-    """Runs a forward that is only tried, without dropout; yields its outputs.
+    """Runs a forward that is only tried, without compiled code, and yields its outputs.
 
-    At the end everything is as it was: see `CapturedNetwork.tried` and `looked_at`.
+    At the end random generators, the network's own too, the network, and objects in the arguments
+    are as they were. On ranks that share the network's parameters it is not put back, as FSDP keeps
+    state of its own there.
 
     Args:
-        before, after: hooks around each captured module.
+        watch: takes calls of captured modules.
         has_graph: a graph is recorded; None: unless the network is sharded, as FSDP would wait for
             its backward.
+        has_dropout: dropout is left as it is, not turned off.
         keeps_state: what the forward leaves in the network stays there.
     """
-    has_graph = capture.sharding is None if has_graph is None else has_graph
-    with (
-        capture.looked_at(before, after), without_dropout(capture.network),
-        torch.set_grad_enabled(has_graph),
-        capture.tried(args, kwargs, keeps_state) as outputs,
-    ):  # fmt: skip
-        yield outputs
+    network, state, is_sharded = capture.network, capture.state, capture.sharding is not None
+    modules = every_module(network)
+    with ExitStack() as stack:
+        stack.enter_context(capture.attached(None))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(same_randomness(modules, capture.trigger.device))
+        for module in modules:
+            if is_sharded and isinstance(module, nn.EmbeddingBag):
+                hook = module.register_forward_pre_hook(refuse_offsets, with_kwargs=True)
+                stack.callback(hook.remove)
+        if watch is not None:
+            stack.enter_context(_watched(network, modules, watch))
+        if not has_dropout:
+            stack.enter_context(without_dropout(network))
+        has_graph = not is_sharded if has_graph is None else has_graph
+        stack.enter_context(torch.set_grad_enabled(has_graph))
+        if state is not None:
+            only_given = keeps_state or is_sharded
+            stack.enter_context(state.rewound(args, kwargs, only_given=only_given))
+        yield network(*args, **kwargs)
+
+
+@contextmanager
+def _watched(network: nn.Module, modules: list[nn.Module], watch: Watch) -> Iterator[None]:
+    """Enters a context in which `watch` takes calls of captured modules or their inner layers."""
+    every = [(vars(m)["_private"], m, vars(m)) for m in modules if "_private" in vars(m)]
+    before = [own["forward"] for _, _, own in every]
+    for handle, module, own in every:
+        handle.watch = watch
+        if handle.inner is None:
+            call = partial(watch, module, partial(plain_forward, module))
+            own["forward"] = with_signature_of(call, module) if module is network else call
+    try:
+        yield
+    finally:
+        for (handle, _, own), forward in zip(every, before, strict=True):
+            handle.watch = None
+            if own.get("_private") is handle:  # it may have been captured otherwise meanwhile
+                own["forward"] = forward

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run, trials
+from dp_clipping.capture.network import Arguments, CapturedNetwork, fixed_like, plain_run
 from dp_clipping.capture.samples.batch import refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of, plain_name
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
@@ -146,44 +146,37 @@ class _Trial:
         self._run(self._compared)
 
     def _run(self, trial: Callable[..., Any]) -> None:
-        capture, (args, kwargs) = self._capture, self._arguments
-        mine = [handle for handle in capture.handles if handle.kind == "vectorized"]
 
-        def kept(*call: Any) -> Any:
+        def watch(module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            handle: LayerState = vars(module)["_private"]
+            given = handle.tensors((args, kwargs))
+            if handle.learns_outputs:
+                _refuse_own(handle.name, given)
+            if handle.kind != "vectorized":
+                inputs = list(map(local, given))
+                args, kwargs = expanded_input(handle, inputs, args, kwargs, self._size)
+                return run(*args, **kwargs)
             # A checkpoint around the module counts what is saved in it, in forward and again.
             # A node that saves its own output would hold itself by x, and never be freed.
             with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-                return trial(*call)
+                return trial(module, args, kwargs)
 
         try:
-            with (
-                trials(mine, kept), _gathering(capture),
-                plain_run(capture, args, kwargs, self._before),
-            ):  # fmt: skip
+            with _gathering(self._capture), plain_run(self._capture, *self._arguments, watch):
                 pass
         except RuntimeError as error:
             if (escape := escape_of(error)) is None:
                 raise
             raise escape from error
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        handle: LayerState = vars(module)["_private"]
-        given = handle.tensors((args, kwargs))
-        if handle.learns_outputs:
-            _refuse_own(handle.name, given)
-        inputs = [local(x) for x in given]
-        layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
-        return expanded_input(handle, layouts, inputs, self._size)
-
     def _plain(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        layouts = _output_layouts(module, args, kwargs)
-        outputs = plain_forward(module, *args, **kwargs)
-        return expanded_output(vars(module)["_private"], layouts, outputs, self._size)
+        handle: LayerState = vars(module)["_private"]
+        inputs = handle.tensors((args, kwargs))
+        return expanded_output(handle, inputs, plain_forward(module, *args, **kwargs), self._size)
 
     def _copies(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns the parameters that a module captures, expanded to the batch."""
-        own = _own(module).items()
-        return {n: p.detach().expand(self._size, *p.shape).requires_grad_() for n, p in own}
+        copies = vars(module)["_private"].copies(module, self._size).items()
+        return {name: rows.requires_grad_() for name, rows in copies}
 
     def _give_up(self, handle: LayerState, error: Exception) -> None:
         """Notes that a module cannot run on the whole batch."""
@@ -201,7 +194,8 @@ class _Trial:
         identity. Not where ranks gather layers in it, which they do in the order of one forward.
         """
         handle: LayerState = vars(module)["_private"]
-        layouts, is_whole = _output_layouts(module, args, kwargs), handle.operations is not None
+        layouts = handle.seen_outputs(handle.tensors((args, kwargs)))
+        is_whole = handle.operations is not None
         sharding = self._capture.sharding
         if (
             self._is_as_in_steps
@@ -211,7 +205,7 @@ class _Trial:
             or not (is_whole or any(layout.kind == "dimension" for layout in layouts))
         ):
             return self._plain(module, args, kwargs)
-        start, own = Objects(module, args, kwargs), _own(module)
+        start, own = Objects(module, args, kwargs), handle.own(module)
         states = RandomStates(every_module(self._capture.network), self._capture.trigger.device)
 
         def given() -> Arguments:
@@ -298,12 +292,6 @@ class _Trial:
                 handle.one_by_one = reason_of(error)
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters that a module captures, as its code has them."""
-    names = vars(module)["_private"].trainable
-    return {name: getattr(*owner_of(module, name)) for name in names}
-
-
 def _tied(module: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns others in the place of a module's own parameters where layers in it have them."""
     mine, places = {id(p) for p in own.values()}, {owner_of(module, name) for name in own}
@@ -343,12 +331,6 @@ def _refuse_own(name: str, given: list[Tensor]) -> None:
         )
 
 
-def _output_layouts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Layout, ...]:
-    handle: LayerState = vars(module)["_private"]
-    dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
-    return handle.output_layouts.get(dims, ())
-
-
 def _gradients(
     outputs: list[Tensor], layouts: tuple[Layout, ...], parameters: dict[str, Tensor], size: int,
     sample: int | None = None,
@@ -362,7 +344,7 @@ def _gradients(
     for y, layout in zip(outputs, layouts, strict=False):
         if not y.requires_grad:
             continue
-        gradient = torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y)
+        gradient = fixed_like(y)
         if sample is not None:
             layout = Layout() if layout.kind == "shared" else layout
             rows = layout.batch_first(gradient, size)

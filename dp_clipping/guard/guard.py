@@ -20,8 +20,8 @@ from dp_clipping.capture.checks.expansion import refuse_other_results
 from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork, gradients_of, plain_run
+from dp_clipping.capture.samples.bags import KnownBags
 from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterators, tensors_of
-from dp_clipping.capture.samples.known_bags import KnownBags
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
@@ -359,7 +359,7 @@ class LayoutDiscovery:
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
         with plain_run(self._capture, args, kwargs, keeps_state=True) as outputs:
-            ends = [y.float().square().sum() for y in tensors_in(outputs) if y.requires_grad]
+            ends = [y.float().square().sum() for y in tensors_in(outputs)]  # gradients by samples
             return outputs, gradients_of(ends, self._capture.parameters)
 
     def _ensure_together(self, batch: Batch) -> None:

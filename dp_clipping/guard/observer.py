@@ -1,8 +1,7 @@
 """One forward and backward of the plain network, and what each layer sees of each sample in it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.checks.terms import leaves_of
-from dp_clipping.capture.network import Arguments, CapturedNetwork, trials
+from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.distributed.dtensor import is_sharded, owner_of
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import Layout, LayoutUnknown, all_tokens
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
@@ -56,8 +55,6 @@ class Observer:
     ):
         self._capture, self._layouts_of, self._batch = capture, layouts_of, batch
         self._rows, self.device = torch.tensor(rows), capture.trigger.device
-        self._last_input: tuple[tuple, Tensor, Summary] | None = None
-        self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
         """Observes a run.
@@ -95,32 +92,33 @@ class Observer:
             drawn: the number of samples to draw gradients for, or B if that is more.
             chosen: of them, those that are used.
         """
-        seen, batch_size = Seen(), len(scale)
+        calls = _Calls(len(scale), rounding)
         modules = every_module(self._capture.network) if self._capture.sharding is None else ()
         states = RandomStates(modules, self.device)
         arguments = tree_map(
             lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor) else x, arguments
         )
         with (
-            torch.enable_grad(),
             full_float32(layers=True),
-            self._watched(seen, batch_size, rounding) as triggers,
-            self._capture.tried(*arguments) as outputs,
-        ):
+            plain_run(
+                self._capture, *arguments, calls.watch, has_graph=True, has_dropout=True
+            ) as outputs,
+        ):  # fmt: skip
+            calls.last_input = None
             outputs = tensors_of(outputs)
             starts = []
             for output, layout in zip(outputs, self._layouts_of(outputs), strict=True):
                 if layout is None or layout.kind == "shared":
                     continue
                 y = local(output)
-                seen.add("", "output", summary(y, layout, batch_size))
+                calls.seen.add("", "output", summary(y, layout, len(scale)))
                 if output.requires_grad and y.is_floating_point():
                     gradient = self._gradient(output, y, layout, scale, drawn, chosen)
                     starts.append((output, _rounded(gradient, rounding)))
             if starts:
-                self._backward(starts, [*triggers, self._anchor(torch.float32, self.device)])
-            seen.is_random = states.have_moved
-        return seen
+                self._backward(starts, calls.triggers)
+            calls.seen.is_random = states.have_moved
+        return calls.seen
 
     def _backward(self, starts: list[tuple[Tensor, Tensor]], triggers: list[Tensor]) -> None:
         """Runs from gradients of outputs down to all layers, without a gradient of a parameter.
@@ -134,7 +132,8 @@ class Observer:
         ys, gradients = zip(*starts, strict=True)
         leaves = set[Tensor]().union(*map(leaves_of, ys))
         others = [x for x in leaves if not isinstance(x, nn.Parameter)]
-        inputs = list({id(x): x for x in [*triggers, *others]}.values())
+        anchor = torch.zeros((), requires_grad=True)  # there may be no other leaf
+        inputs = list({id(x): x for x in [*triggers, *others, anchor]}.values())
         with (
             nullcontext() if sharding is None else sharding.backward(),
             torch.autocast(device.type, enabled=False),
@@ -148,136 +147,6 @@ class Observer:
                 if meaning is None:
                     raise
                 raise meaning from error
-
-    @contextmanager
-    def _watched(
-        self, seen: Seen, batch_size: int, rounding: torch.Generator | None
-    ) -> Iterator[list[Tensor]]:
-        """Enters a context that records calls of captured layers; yields the layers' triggers.
-
-        A zero that requires a gradient is added to each output, so that autograd comes to all
-        layers, and computes no gradient of a parameter.
-        """
-        triggers: list[Tensor] = []
-        dims: dict[nn.Module, list[tuple[int, ...]]] = {}
-        self._last_input = None
-
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            handle: LayerState = module._private
-            if rounding is not None:
-                args, kwargs = _rounded_arguments(args, kwargs, rounding)
-            inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
-            key = tuple(x.dim() for x in inputs)
-            dims.setdefault(module, []).append(key)
-            layouts = handle.layouts.get(key, ())
-            if not is_in_backward():  # a checkpointed block is computed again in it
-                for x, layout in zip(inputs, layouts, strict=False):
-                    if layout.kind != "shared":
-                        seen.add(handle.name, "input", self._of_input(x, layout, batch_size))
-            expanded = expanded_input(handle, layouts, inputs, batch_size)
-            return (args, kwargs) if expanded is None and rounding is not None else expanded
-
-        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            handle: LayerState = module._private
-            key = dims[module].pop()
-            if handle.learns_outputs:
-                layouts = list(handle.output_layouts.get(key, ()))
-            else:
-                layouts = list(handle.layouts.get(key, ()))
-            if handle.trial is None:  # else it has been expanded
-                output = expanded_output(handle, layouts, output, batch_size)
-            places = iter(layouts)
-
-            def note(y: Any) -> Any:
-                if isinstance(y, PackedSequence):
-                    return y._replace(data=watched(y.data, next(places, None), y))
-                return watched(y, next(places, None)) if isinstance(y, Tensor) else y
-
-            def watched(
-                y: Tensor, layout: Layout | None, packed: PackedSequence | None = None
-            ) -> Tensor:
-                if layout is None or not y.is_floating_point() or is_sharded(y):
-                    return y
-                if layout.kind == "shared":
-                    if y.shape[:1] != (batch_size,):
-                        return y  # no sample has a gradient of its own there
-                    layout = Layout("dimension", 0)
-                trigger = self._anchor(y.dtype, y.device)
-                triggers.append(trigger)
-                y = _rounded(y, rounding) + trigger
-                if y.requires_grad:
-
-                    def arrived(gradient: Tensor) -> Tensor:
-                        gradient = _rounded(gradient, rounding)
-                        rows = local(gradient)
-                        if packed is not None:
-                            rows = all_tokens(packed._replace(data=rows))
-                        found = summary(rows, layout, batch_size)
-                        seen.add(handle.name, "gradient", found)
-                        return gradient
-
-                    y.register_hook(arrived)
-                    y = y.view_as(y)  # hooks of the user's on the output run before this one
-                return y
-
-            if isinstance(output, Tensor):
-                return note(output)
-            return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
-
-        handles = [handle for handle in self._capture.handles if handle.operations]
-        with (
-            self._capture.looked_at(before, after),
-            trials(handles, partial(self._with_own_parameters, seen, triggers, batch_size)),
-        ):
-            yield triggers
-        self._last_input = None
-
-    def _with_own_parameters(
-        self, seen: Seen, triggers: list[Tensor], batch_size: int, module: nn.Module, args: tuple,
-        kwargs: dict,
-    ) -> Any:  # fmt: skip
-        """Runs a module in a plain forward, and records the operators of its own parameters.
-
-        Each of them takes a sample's copy of the parameter for a row of the batch.
-        """
-        handle: LayerState = vars(module)["_private"]
-
-        def watch(what: str, x: Tensor, layout: Layout) -> Tensor:
-            if what == "operand" and not is_in_backward():  # where checkpointing runs it again
-                seen.add(handle.name, "operand", summary(x, layout, batch_size))
-            if what == "operand" or not x.is_floating_point():
-                return x
-            trigger = self._anchor(x.dtype, x.device)
-            x = x.add_(trigger) if what == "written" else x + trigger
-            triggers.append(trigger)
-            if x.requires_grad:
-
-                def arrived(gradient: Tensor) -> None:
-                    seen.add(handle.name, "result", summary(gradient, layout, batch_size))
-
-                x.register_hook(arrived)
-            return x
-
-        own = {name: getattr(*owner_of(module, name)).detach() for name in handle.trainable}
-        copies = {name: p.expand(batch_size, *p.shape) for name, p in own.items()}
-        call = Call(handle.title(module), batch_size, handle.operations, watch=watch)
-        try:
-            return on_whole_batch(module, call, copies, args, kwargs)
-        except UnknownOperation as error:  # it computes otherwise
-            raise handle.unseen(error) from error
-
-    def _of_input(self, x: Tensor, layout: Layout, batch_size: int) -> Summary:
-        """Returns the summary of a layer's input; layers that read one tensor in turn share it."""
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, version_of(x), layout)
-        if self._last_input is None or self._last_input[0] != key:
-            self._last_input = (key, x, summary(x, layout, batch_size))
-        return self._last_input[2]
-
-    def _anchor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (dtype, device) not in self._anchors:
-            zero = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
-            self._anchors[dtype, device] = zero
-        return self._anchors[dtype, device]
 
     def _gradient(
         self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int, chosen: slice
@@ -295,6 +164,125 @@ class Observer:
         if is_sharded(output):
             gradient = type(output).from_local(gradient, output.device_mesh, output.placements)
         return gradient
+
+
+class _Calls:
+    """The calls of captured layers in one run of `size` samples.
+
+    A zero that requires a gradient is added to each output, so that autograd comes to all layers,
+    and computes no gradient of a parameter.
+
+    Attributes:
+        seen: what layers see of each sample, and the gradients that arrive at their outputs.
+        triggers: these zeros.
+        last_input: a key of the last tensor that layers have read, the tensor, and its summary.
+    """
+
+    def __init__(self, size: int, rounding: torch.Generator | None):
+        self._size, self._rounding = size, rounding
+        self.seen, self.triggers = Seen(), list[Tensor]()
+        self.last_input: tuple[tuple, Tensor, Summary] | None = None
+        self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def watch(
+        self, module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a layer; see `capture.network.Watch`."""
+        handle: LayerState = vars(module)["_private"]
+        if self._rounding is not None:
+            args, kwargs = _rounded_arguments(args, kwargs, self._rounding)
+        inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
+        layouts = handle.seen(inputs)
+        if not is_in_backward():  # a checkpointed block is computed again in it
+            for x, layout in zip(inputs, layouts, strict=False):
+                if layout.kind != "shared":
+                    self.seen.add(handle.name, "input", self._of_input(x, layout))
+        args, kwargs = expanded_input(handle, inputs, args, kwargs, self._size)
+        if handle.operations:
+            output = self._with_own_parameters(handle, module, args, kwargs)
+        else:
+            output = expanded_output(handle, inputs, run(*args, **kwargs), self._size)
+        places = iter(handle.seen_outputs(inputs) if handle.learns_outputs else layouts)
+
+        def note(y: Any) -> Any:
+            if isinstance(y, PackedSequence):
+                return y._replace(data=self._of_output(handle, y.data, next(places, None), y))
+            return self._of_output(handle, y, next(places, None)) if isinstance(y, Tensor) else y
+
+        if isinstance(output, Tensor):
+            return note(output)
+        return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
+
+    def _of_output(
+        self, handle: LayerState, y: Tensor, layout: Layout | None,
+        packed: PackedSequence | None = None,
+    ) -> Tensor:  # fmt: skip
+        if layout is None or not y.is_floating_point() or is_sharded(y):
+            return y
+        if layout.kind == "shared":
+            if y.shape[:1] != (self._size,):
+                return y  # no sample has a gradient of its own there
+            layout = Layout("dimension", 0)
+
+        def arrived(gradient: Tensor) -> Tensor:
+            gradient = _rounded(gradient, self._rounding)
+            rows = local(gradient)
+            if packed is not None:
+                rows = all_tokens(packed._replace(data=rows))
+            self.seen.add(handle.name, "gradient", summary(rows, layout, self._size))
+            return gradient
+
+        y = _rounded(y, self._rounding) + self._trigger(y)
+        if y.requires_grad:
+            y.register_hook(arrived)
+            y = y.view_as(y)  # hooks of the user's on the output run before this one
+        return y
+
+    def _with_own_parameters(
+        self, handle: LayerState, module: nn.Module, args: tuple, kwargs: dict
+    ) -> Any:
+        """Runs a module, and records the operators of its own parameters.
+
+        Each of them takes a sample's copy of the parameter for a row of the batch.
+        """
+
+        def watch(what: str, x: Tensor, layout: Layout) -> Tensor:
+            if what == "operand" and not is_in_backward():  # where checkpointing runs it again
+                self.seen.add(handle.name, "operand", summary(x, layout, self._size))
+            if what == "operand" or not x.is_floating_point():
+                return x
+
+            def arrived(gradient: Tensor) -> None:
+                self.seen.add(handle.name, "result", summary(gradient, layout, self._size))
+
+            trigger = self._trigger(x)
+            x = x.add_(trigger) if what == "written" else x + trigger
+            if x.requires_grad:
+                x.register_hook(arrived)
+            return x
+
+        copies = handle.copies(module, self._size)
+        call = Call(handle.title(module), self._size, handle.operations, watch=watch)
+        try:
+            return on_whole_batch(module, call, copies, args, kwargs)
+        except UnknownOperation as error:  # it computes otherwise
+            raise handle.unseen(error) from error
+
+    def _of_input(self, x: Tensor, layout: Layout) -> Summary:
+        """Returns the summary of a layer's input; layers that read one tensor in turn share it."""
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, version_of(x), layout)
+        if self.last_input is None or self.last_input[0] != key:
+            self.last_input = (key, x, summary(x, layout, self._size))
+        return self.last_input[2]
+
+    def _trigger(self, y: Tensor) -> Tensor:
+        """Returns the zero that is added to a tensor."""
+        place = y.dtype, y.device
+        if place not in self._anchors:
+            zero = torch.zeros((), dtype=y.dtype, device=y.device, requires_grad=True)
+            self._anchors[place] = zero
+        self.triggers.append(self._anchors[place])
+        return self._anchors[place]
 
 
 def _rounded_arguments(args: tuple, kwargs: dict, draw: torch.Generator) -> Arguments:

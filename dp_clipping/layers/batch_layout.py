@@ -264,16 +264,30 @@ def bag_tensors(args: tuple, kwargs: dict, has_last: bool, whole: bool) -> list[
     found = [x for x in (ids, weights) if isinstance(x, Tensor)]
     if not isinstance(ids, Tensor) or ids.dim() != 1 or not isinstance(offsets, Tensor):
         return found
-    starts = offsets[:-1] if has_last else offsets
     if not whole:
+        starts = offsets[:-1] if has_last else offsets
         return [starts.reshape(-1, 1, 1, 1)] * len(found)
-    ends = torch.cat((offsets[1:], offsets.new_tensor([] if has_last else [len(ids)])))
-    counts = (ends - starts).clamp(min=0)
-    table = torch.arange(int(counts.max()) if len(counts) else 0, device=offsets.device)
-    is_there = table < counts[:, None]
-    places = (starts[:, None] + table).where(is_there, 0)
-    rows = [x[places].where(is_there, 0) if len(x) else x.new_zeros(places.shape) for x in found]
-    return [torch.cat((counts[:, None].to(x), x), 1)[:, :, None, None] for x in rows]
+    lengths, rows = rows_of_bags(found, offsets, has_last)
+    return [torch.cat((lengths[:, None].to(x), x), 1)[:, :, None, None] for x in rows]
+
+
+def rows_of_bags(
+    tensors: list[Tensor], offsets: Tensor, has_last: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the lengths [N] of bags, and tensors with a number for each id as [N, T].
+
+    T is the length of the longest one, or 1; zeros follow in the rows of others.
+    """
+    if not has_last:
+        offsets = torch.cat((offsets, offsets.new_tensor([len(tensors[0])])))
+    lengths = offsets.diff().clamp(min=0)
+    table = torch.arange(max([1, *lengths.tolist()]), device=offsets.device)
+    is_there = table < lengths[:, None]
+    places = (offsets[:-1, None] + table)[is_there]
+    rows = [x.new_zeros(is_there.shape) for x in tensors]
+    for x, row in zip(tensors, rows, strict=True):
+        row[is_there.to(x.device)] = x[places.to(x.device)]
+    return lengths, rows
 
 
 def expand_shared(x: Tensor, batch_size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """State of a captured layer: its private step, where its samples are, and how it is used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.clipping.accumulation import autocast_of
+from dp_clipping.distributed.dtensor import owner_of
 from dp_clipping.layers.batch_layout import (
     Layout,
     LayoutUnknown,
@@ -129,10 +130,9 @@ class LayerState:
         kind: the name of its kind of layers (`capture.layer_kinds`).
         learns_outputs, is_linear: of the kind.
         children_apart: of a vectorized module: its child layers are captured themselves.
-        trial: takes a call of a vectorized module in a plain forward that tries it; or None.
         inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
             `inner_forward` runs it.
-        around: functions called before and after its calls now, where `inner` is set.
+        watch: takes calls of `inner` in a plain forward (`capture.network.Watch`); or None.
         whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_unseen: it has called operators there that the search before had not seen.
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
@@ -168,10 +168,9 @@ class LayerState:
         self.layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.output_layouts: dict[tuple[int, ...], tuple[Layout, ...]] = {}
         self.children_apart = self.learns_outputs = self.is_linear = False
-        self.trial: Callable[..., Any] | None = None
         self.inner: Any = None
         self.inner_forward: Callable[..., Any] | None = None
-        self.around: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
+        self.watch: Callable[..., Any] | None = None
         self.whole_because, self.is_unseen, self.is_misfit = "", False, False
         self.schedule = Schedule()
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
@@ -304,6 +303,23 @@ class LayerState:
             check_size(x, layout, self, batch_size)
         return found
 
+    def own(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the parameters that the module captures, as its code has them."""
+        return {name: getattr(*owner_of(module, name)) for name in self.trainable}
+
+    def copies(self, module: nn.Module, batch_size: int) -> dict[str, Tensor]:
+        """Returns the same without a graph, expanded to the batch."""
+        own = self.own(module).items()
+        return {name: p.detach().expand(batch_size, *p.shape) for name, p in own}
+
+    def seen(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
+        """Returns the layouts of a call's inputs, or none where they are not known yet."""
+        return self.layouts.get(tuple([x.dim() for x in inputs]), ())
+
+    def seen_outputs(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
+        """Returns the layouts of the outputs of a call with these inputs, as `seen` does."""
+        return self.output_layouts.get(tuple([x.dim() for x in inputs]), ())
+
     def output_layouts_of(self, inputs: list[Tensor], of_units: bool = True) -> tuple[Layout, ...]:
         """Returns the layouts of the outputs of a call with these inputs."""
         found = self.output_layouts[tuple([x.ndim for x in inputs])]
@@ -356,22 +372,19 @@ def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def expanded_input(
-    handle: LayerState, layouts: Sequence[Layout], inputs: list[Tensor], batch_size: int
-) -> tuple[tuple, dict] | None:
-    """Returns a layer's arguments with a shared input expanded to the batch; None if it has none.
-
-    A forward pre-hook returns this.
-    """
-    if not handle.learns_outputs and layouts and layouts[0].kind == "shared":
+    handle: LayerState, inputs: list[Tensor], args: tuple, kwargs: dict, batch_size: int
+) -> tuple[tuple, dict]:
+    """Returns a layer's arguments, with a shared input expanded to the batch."""
+    layouts = () if handle.learns_outputs else handle.seen(inputs)
+    if layouts and layouts[0].kind == "shared":
         return (expand_shared(inputs[0], batch_size),), {}
-    return None
+    return args, kwargs
 
 
-def expanded_output(
-    handle: LayerState, layouts: Sequence[Layout], output: Any, batch_size: int
-) -> Any:
+def expanded_output(handle: LayerState, inputs: list[Tensor], output: Any, batch_size: int) -> Any:
     """Returns an output of a vectorized module whose shared tensors are expanded to the batch."""
-    if handle.kind != "vectorized" or not any(x.kind == "shared" for x in layouts):
+    layouts = handle.seen_outputs(inputs) if handle.kind == "vectorized" else ()
+    if not any([x.kind == "shared" for x in layouts]):
         return output
     places = iter(layouts)
 

@@ -104,7 +104,7 @@ def arithmetic_of(run: Forward, inner: Inner) -> Forward:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs the subclass's forward, in which the layer's own call is captured."""
     handle = vars(self)["_private"]
-    if handle.private_step is None and handle.trial is None and handle.around is None:
+    if handle.private_step is None and handle.watch is None:
         return type(self).forward(self, *args, **kwargs)
     with _Calls(self):
         return type(self).forward(self, *args, **kwargs)
@@ -130,14 +130,6 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _layer(self, x: Tensor) -> Any:
-        """Runs the layer between the functions that observe calls of captured layers."""
-        module, handle = self._module, self._handle
-        before, after = handle.around or (None, None)
-        args: tuple = (x,)
-        kwargs: dict[str, Any] = {}
-        changed = None if before is None else before(module, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
-        y = handle.inner_forward(module, *args)
-        changed = None if after is None else after(module, args, kwargs, y)
-        return y if changed is None else changed
+        """Runs the layer, or gives its call to what watches those of captured layers."""
+        run, watch = partial(self._handle.inner_forward, self._module), self._handle.watch
+        return run(x) if watch is None else watch(self._module, run, x)

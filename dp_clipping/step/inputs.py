@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_clipping.capture.network import plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.guard.carried import Restored
 from dp_clipping.step.context import StepContext
@@ -85,7 +86,7 @@ class InputReader:
         recover: Callable[[], None],
     ):  # fmt: skip
         self.context, self.state, self.establishment = context, state, establishment
-        self.capture, self.network = context.capture, context.capture.network
+        self.capture = context.capture
         self._recover, self.unlooked = recover, 0
 
     def of(self, args: tuple, kwargs: dict, has_objects: bool, padding: Tensor | None) -> Inputs:
@@ -205,9 +206,9 @@ class InputReader:
         try:
             with (
                 Restored(self.establishment.carried.state),
-                self.capture.looked_at(lambda *_: None),
+                plain_run(self.capture, args, kwargs, has_graph=True, has_dropout=True) as outputs,
             ):
-                ends = [y for y in tensors_of(self.network(*args, **kwargs)) if y.requires_grad]
+                ends = [y for y in tensors_of(outputs) if y.requires_grad]
                 if has_backward and ends:
                     ones = list(map(torch.ones_like, ends))
                     torch.autograd.grad(ends, self.capture.parameters, ones, allow_unused=True)

@@ -52,15 +52,15 @@ class Stage(nn.Module):
 
     Forwards are private ones while `training`, which is no flag of the network's, and `backward`
     of the criterion's loss then stores what it has computed here. Otherwise they are the network's.
+    All else is the model's.
     """
+
+    model: Any  # a `PrivateModel`, which is no part of this module
 
     def __init__(self, model: Any):
         super().__init__()
-        # In a tuple, since as an attribute it would be a part of this module.
-        self._model = (model,)
-        self.module, self.capture, self.policy = model.network, model.capture, model.policy
-        self.batch_first, self.views = model.batch_first, model.views
-        self.examples_per_unit = model.examples_per_unit
+        self.__dict__["model"] = model
+        self.module = model.network
         self.clip_norms = self.capture.trigger.new_tensor(
             model.thresholds.clip_norms(), dtype=torch.float64
         )
@@ -97,22 +97,15 @@ class Stage(nn.Module):
         self.norms, self.group_norms = found.norms, found.squared.double().sqrt()
 
     @property
-    def model(self) -> Any:
-        return self._model[0]
-
-    @property
     def takes_step(self) -> bool:
         """Returns whether a forward is one of the step that is checked, not of an evaluation."""
         return self.training
-
-    def refuse_in_release(self, what: str) -> None:
-        """Refuses nothing: `compare` has refused before."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return getattr(self.model, name)
 
 
 def compare(run: PrivateRun, batch: Any, loss: Loss | None = None) -> Check:

@@ -69,8 +69,10 @@ class Setting:
 
         tensors = tensors_of(self.batch, self.batch_first)
         places = iter(range(len(tensors)))
-        own = torch.tensor([number])
-        of_bags = {n: x for one in self.bags for n, x in one.take(tensors, own).items()}
+        of_bags: dict[int, Tensor] = {}
+        for one in self.bags:
+            rows = one.opened(tensors)
+            of_bags |= one.closed({n: x[number : number + 1] for n, x in rows.items()})
         return changed(
             self.batch,
             lambda x: of_bags[n] if (n := next(places)) in of_bags else pick(x),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from dp_clipping.capture.samples.known_bags import refuse_offsets
+from dp_clipping.capture.samples.bags import refuse_offsets
 from dp_clipping.validation import check_module, problem_of
 
 

@@ -8,7 +8,7 @@ What differs is repeated in float64: other shapes are other kernels, and gradien
 in 16 bits differ by more than one product's rounding.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import zip_longest
 from typing import Any
 
@@ -121,7 +121,7 @@ class _Run:
         self._expanded, self._plain = expanded, plain
         self._seen: list[Summary] = []  # of inputs in the order of the calls, then of outputs
         self._shapes: list[tuple[torch.Size, bool]] = []  # and whether samples may share it
-        with plain_run(capture, *few, self._before, self._after) as outputs:
+        with plain_run(capture, *few, self._watch) as outputs:
             found = tensors_of(outputs)
             if capture.sharding is not None:  # there is no graph
                 found = [local(y) for y in found]
@@ -154,23 +154,18 @@ class _Run:
         self._seen.append(_summary(rows))
         return rows[0]
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def _watch(
+        self, module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         handle: LayerState = vars(module)["_private"]
         inputs = [local(x) for x in handle.tensors((args, kwargs))]
-        layouts = handle.layouts.get(tuple(x.dim() for x in inputs), ())
         if not is_in_backward():  # a checkpointed part of it is computed again
-            for x, layout in zip_longest(inputs, layouts):
+            for x, layout in zip_longest(inputs, handle.seen(inputs)):
                 self._see(x.detach().to_dense(), layout is None or layout.kind == "shared")
         if handle.name not in self._expanded:
-            return None
-        return expanded_input(handle, layouts, inputs, FEW)
-
-    def _after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        handle: LayerState = vars(module)["_private"]
-        if handle.name not in self._expanded:
-            return output
-        dims = tuple(x.dim() for x in handle.tensors((args, kwargs)))
-        return expanded_output(handle, handle.output_layouts.get(dims, ()), output, FEW)
+            return run(*args, **kwargs)
+        args, kwargs = expanded_input(handle, inputs, args, kwargs, FEW)
+        return expanded_output(handle, inputs, run(*args, **kwargs), FEW)
 
 
 def _summary(rows: Tensor) -> Summary:
@@ -187,13 +182,8 @@ def _summary(rows: Tensor) -> Summary:
 
 
 def _gradients(outputs: list[Tensor], parameters: list[Parameter]) -> list[Summary]:
-    """Returns a summary of all gradients, of which one alone may be rounding, or none.
-
-    Each element of an output has its own fixed gradient.
-    """
-    ys = [y for y in outputs if y.requires_grad and y.is_floating_point()]
-    weights = [torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y) for y in ys]
-    found = gradients_of(ys, parameters, weights)
+    """Returns a summary of all gradients, of which one alone may be rounding, or none."""
+    found = gradients_of(outputs, parameters)
     each = [_summary(g.to_dense()[None]) for g in found if g is not None]
     if not each:
         return []

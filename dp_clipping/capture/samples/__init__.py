@@ -4,7 +4,6 @@ Files:
 
     batch                 how many there are, and arguments with others of them
     bags                  samples that lie one after another, as ids with offsets do
-    known_bags            which arguments are such
     padded                samples that are padded, and arguments without their padding
     packed                packed sequences, and sequences with rows in their places
 """

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -30,17 +30,13 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, Tensor):
             return change(x)
-        if isinstance(x, MutableMapping):
-            made = copy.copy(x)
-            for key, value in x.items():
-                made[key] = map_tensors(change, value)
-            return made
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            made = copy.copy(x)
-            for name, value in vars(x).items():
-                object.__setattr__(made, name, map_tensors(change, value))
-            return made
-        return x
+        if not (held := _parts(x)):
+            return x
+        made = copy.copy(x)
+        parts = made if held is x else vars(made)
+        for key, value in held.items():
+            parts[key] = map_tensors(change, value)
+        return made
 
     return tree_map(leaf, tree)
 
@@ -49,13 +45,15 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """Returns every tensor in the tree, also in what PyTorch does not open, as `map_tensors`."""
     found: list[Tensor] = []
     for x in tree_leaves(tree):
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, MutableMapping):
-            found += tensors_of(list(x.values()))
-        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-            found += tensors_of(list(vars(x).values()))
+        found += [x] if isinstance(x, Tensor) else tensors_of(list(_parts(x).values()))
     return found
+
+
+def _parts(x: Any) -> Mapping[Any, Any]:
+    """Returns what a mapping or a dataclass holds; {} for anything else."""
+    if isinstance(x, MutableMapping):
+        return x
+    return vars(x) if dataclasses.is_dataclass(x) and not isinstance(x, type) else {}
 
 
 def hold_objects(args: tuple, kwargs: dict) -> bool:
@@ -84,7 +82,7 @@ class Batch:
     Args:
         args, kwargs: as the network gets them; tensors anywhere in them.
         batch_first: dimension 0 of tensors counts the samples, else dimension 1.
-        bags: those of their leaves whose samples lie one after another (`known_bags`).
+        bags: those of their leaves whose samples lie one after another (`bags.KnownBags`).
 
     Attributes:
         size: number of samples.
@@ -95,7 +93,6 @@ class Batch:
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
         self.bags = tuple(bags)
         self.leaves, self._structure = tree_flatten((args, kwargs))
-        self._in_bags = set().union(*map(LEAVES, self.bags))
         self.size = self._size_of_bags() if bags else self._size()
 
     def _size(self) -> int:
@@ -121,11 +118,12 @@ class Batch:
         Raises ValueError if there are other rows than one for each of them.
         """
         sizes = {one.size(self.leaves) for one in self.bags}
-        rows = {n: x for n, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()}
-        rows = {n: x for n, x in rows.items() if n not in self._in_bags}
+        in_bags = set().union(*map(LEAVES, self.bags))
+        beside = [x for n, x in enumerate(self.leaves) if n not in in_bags]
+        rows = [x for x in beside if isinstance(x, Tensor) and x.dim()]
         lengths = {len(self.leaves[one.ids]) for one in self.bags} - sizes
-        others = {x.shape[self._dim(x)] for x in rows.values() if x.dim() > 1} - {1}
-        others |= {len(x) for x in rows.values() if x.dim() == 1} & lengths
+        others = {x.shape[self._dim(x)] for x in rows if x.dim() > 1} - {1}
+        others |= {len(x) for x in rows if x.dim() == 1} & lengths
         if len(sizes | others) > 1:
             raise ValueError(
                 "the arguments of the model have other rows than one for each sample, beside ids "
@@ -140,31 +138,27 @@ class Batch:
         return 0 if self._batch_first or x.dim() == 1 else 1
 
     @cached_property
-    def _dims(self) -> list[int | None]:
-        """Returns the dimension of each leaf that counts the samples; None: it has none."""
+    def _opened(self) -> list[tuple[Any, int | None]]:
+        """Returns each leaf, and the dimension of it that counts the samples; None: it has none.
+
+        Leaves of bags have a row for each sample.
+        """
+        bags = {n: x for one in self.bags for n, x in one.opened(self.leaves).items()}
         return [
-            self._dim(x) if n not in self._in_bags and self._has_samples(x) else None
+            (bags[n], 0) if n in bags else (x, self._dim(x) if self._has_samples(x) else None)
             for n, x in enumerate(self.leaves)
         ]
 
     def _has_samples(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.dim() > 0 and x.shape[self._dim(x)] == self.size
 
-    def _map(
-        self,
-        change: Callable[[Tensor, int], Tensor],
-        in_bags: Callable[[Bags], dict[int, Tensor]] = lambda _: {},
-    ) -> tuple[tuple, dict]:
+    def _map(self, change: Callable[[Tensor, int], Tensor]) -> tuple[tuple, dict]:
         """Returns the arguments with every tensor that has the samples changed.
 
         Args:
             change: takes a tensor, and the dimension that counts the samples.
-            in_bags: leaf -> the tensor in its place.
         """
-        others = {n: x for one in self.bags for n, x in in_bags(one).items()}
-        return self.with_leaves(
-            lambda n, x, dim: others.get(n, x) if dim is None else change(x, dim)
-        )
+        return self.with_leaves(lambda n, x, dim: x if dim is None else change(x, dim))
 
     def with_leaves(self, change: Callable[[int, Any, int | None], Any]) -> tuple[tuple, dict]:
         """Returns the arguments with each leaf changed.
@@ -173,8 +167,9 @@ class Batch:
             change: takes a leaf's number, the leaf, and the dimension that counts its samples;
                 None: it has none.
         """
-        triples = zip(range(len(self.leaves)), self.leaves, self._dims, strict=True)
-        return tree_unflatten([change(*one) for one in triples], self._structure)
+        leaves = [change(n, *one) for n, one in enumerate(self._opened)]
+        bags = {n: x for one in self.bags for n, x in one.closed(leaves).items()}
+        return tree_unflatten([bags.get(n, x) for n, x in enumerate(leaves)], self._structure)
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
         """Returns arguments of the first `count` samples, repeated if there are fewer."""
@@ -183,10 +178,7 @@ class Batch:
     def with_rows(self, rows: Sequence[int] | Tensor) -> tuple[tuple, dict]:
         """Returns arguments whose sample i is this batch's sample rows[i]."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        return self._map(
-            lambda x, dim: x.index_select(dim, index.to(x.device)),
-            lambda bags: bags.take(self.leaves, index),
-        )
+        return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
 
     def with_factor(self, row: int, factor: float) -> "Batch":
         """Returns a batch in which one sample's floating-point numbers are larger."""
@@ -198,19 +190,16 @@ class Batch:
                 return x
             return x * factors.to(x).view(-1, *[1] * (x.dim() - 1 - dim))
 
-        changed = self._map(larger, lambda bags: bags.scale(self.leaves, factors))
-        return Batch(*changed, self._batch_first, self.bags)
+        return Batch(*self._map(larger), self._batch_first, self.bags)
 
     def rows(self) -> list[tuple[Tensor, int]]:
         """Returns each tensor with a row for each sample, and the dimension that counts them."""
-        pairs = zip(self.leaves, self._dims, strict=True)
-        return [(x, dim) for x, dim in pairs if dim is not None]
+        return [(x, dim) for x, dim in self._opened if dim is not None]
 
     @property
     def has_floats(self) -> bool:
         """Returns whether any of the samples' tensors has floating-point numbers."""
-        found = any(x.is_floating_point() for x, _ in self.rows())
-        return found or any(one.weights is not None for one in self.bags)
+        return any(x.is_floating_point() for x, _ in self.rows())
 
     def distinct(self, count: int) -> list[int]:
         """Returns the first `count` samples that differ from each other, or all that there are.
@@ -221,9 +210,6 @@ class Batch:
         for x, dim in self.rows():
             first = x.detach().movedim(dim, 0)[:LOOKED_AT]
             rows.append([row.nan_to_num() if row.is_floating_point() else row for row in first])
-        for one in self.bags:
-            for of_leaf in one.rows(self.leaves, LOOKED_AT):
-                rows.append([x.detach().nan_to_num() for x in of_leaf])
         found: list[int] = []
         for i in range(min(self.size, LOOKED_AT)):
             if len(found) < count and not any(
@@ -234,10 +220,7 @@ class Batch:
 
     def first(self, count: int) -> "Batch":
         """Returns the first samples, as views where they are not in bags."""
-        rows = torch.arange(count)
-        changed = self._map(
-            lambda x, dim: x.narrow(dim, 0, count), lambda bags: bags.take(self.leaves, rows)
-        )
+        changed = self._map(lambda x, dim: x.narrow(dim, 0, count))
         return Batch(*changed, self._batch_first, self.bags)
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
@@ -252,7 +235,7 @@ class Batch:
             is_length = x.dim() == 1 and not x.is_floating_point() and not x.is_complex()
             return x.new_ones(shape) if is_length else x.new_zeros(shape)
 
-        return self._map(one_row, lambda bags: bags.one_of_zeros(self.leaves))
+        return self._map(one_row)
 
     def stand_in(self) -> tuple[tuple, dict]:
         """Returns `with_a_row_of_zeros`, with the objects of these arguments, which hold it now.

@@ -21,8 +21,6 @@ from dp_clipping.layers.vmap.whole_batch import Call, on_whole_batch
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     handle: LayerState = self._private
     if handle.private_step is None:
-        if handle.trial is not None:
-            return handle.trial(self, args, kwargs)
         return plain_forward(self, *args, **kwargs)
     slots: dict[str, Any] = {name: handle.slot(name) for name in handle.trainable}
     if handle.operations is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.distributed.dtensor import fsdp_classes, owner_of
+from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.layers.batch_layout import LayoutUnknown, rows_unknown
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
@@ -142,7 +142,7 @@ class _OneSample:
         self.module, self.batch_size = module, batch_size
         self.handle: LayerState = module._private
         self.roots, self._has_attributes = (module, args, kwargs), has_attributes
-        self.own = {name: getattr(*owner_of(module, name)) for name in self.handle.trainable}
+        self.own = self.handle.own(module)
         every = dict(module.named_parameters(remove_duplicate=False))
         self._paths = {name: name for name in self.own}  # where the code finds them
         for name in self.own:

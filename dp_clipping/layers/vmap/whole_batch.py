@@ -272,14 +272,13 @@ def on_whole_batch(
         ValueError: in a private step it returns another number of tensors than is known.
     """
     handle: LayerState = self._private
-    dims = tuple([x.dim() for x in handle.tensors((args, kwargs))])
-    known: Any = handle.output_layouts.get(dims)
+    inputs = handle.tensors((args, kwargs))
+    known = handle.output_layouts.get(tuple([x.dim() for x in inputs]))
     with call.of(self, copies):
         outputs = plain_forward(self, *args, **kwargs)
         if known is not None and handle.private_step is not None:
             refuse_other_number(self, len(handle.tensors(outputs)), len(known))
-        if any([layout.kind == "shared" for layout in known or ()]):
-            outputs = expanded_output(handle, known, outputs, call.rows)
+        outputs = expanded_output(handle, inputs, outputs, call.rows)
     if any([isinstance(y, Own) for y in tree_leaves(outputs)]):
         raise UnknownOperation("it returns a parameter in the place of samples")
     return outputs

@@ -217,3 +217,11 @@ def test_a_layer_that_only_some_samples_call(uses_all):
     x, y = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 4, 8, 2])
     batch = {"x": x, "y": y}, torch.randn(4, dtype=torch.float64)
     assert_exact(Classes(uses_all).double(), batch)
+
+
+def test_a_layer_whose_hooks_give_its_input_another_shape():
+    layer = nn.Linear(4, 2)
+    layer.register_forward_pre_hook(lambda _, args: (args[0].unsqueeze(1),))
+    layer.register_forward_hook(lambda _, args, y: y.squeeze(1))
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer).double()
+    assert_exact(network, tuple(torch.randn(5, n, dtype=torch.float64) for n in (3, 2)))

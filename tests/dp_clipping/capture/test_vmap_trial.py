@@ -31,7 +31,6 @@ def tried(network: nn.Module) -> dict[str, str]:
     arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
     Search(capture).establish(*arguments, lambda: None)
     found = unfit_modules(capture, *arguments[:2])
-    assert all(handle.trial is None for handle in capture.handles)
     return {handle.name: handle.whole_because for handle in found}
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.capture.samples.known_bags import KnownBags
+from dp_clipping.capture.samples.bags import Bags, KnownBags
 from tests.dp_clipping.capture.samples.test_bags import IDS, OFFSETS, WEIGHTS
 from tests.dp_clipping.conftest import criterion_of, private
 from tests.support import zoo
