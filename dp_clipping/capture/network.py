@@ -26,6 +26,7 @@ from dp_clipping.torch_compat import (
     any_size,
     every_module,
     flush_ready_nodes,
+    gradients_in_modes,
     reusable_backwards,
     tensors_in,
 )
@@ -320,8 +321,9 @@ def gradients_of(
     ys: list[Tensor], parameters: list[Parameter], weights: list[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Returns gradients of a plain run's outputs; () if it has none, as a step will say."""
+    starts = list(map(torch.ones_like, ys)) if weights is None else weights
     try:
-        return torch.autograd.grad(ys, parameters, weights, allow_unused=True) if ys else ()
+        return gradients_in_modes(ys, parameters, starts) if ys else ()
     except Exception:
         flush_ready_nodes()
         return ()
