@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened
+from dp_clipping.layers.vmap.samples import rows_of_call
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.profiling.profile import NOTHING
 
@@ -74,7 +75,7 @@ class LossInNetwork:
             if self._looks_inside:
                 hook = self._network.register_forward_pre_hook(self._note_size, with_kwargs=True)
                 stack.callback(hook.remove)
-                mode = stack.enter_context(PerSampleReductions(lambda: self._batch_size))
+                mode = stack.enter_context(PerSampleReductions(self._rows))
             yield
         if self._count:
             self._looks_inside = False
@@ -102,6 +103,9 @@ class LossInNetwork:
             return (loss, *outputs[1:])
         put(loss)
         return outputs
+
+    def _rows(self) -> int:
+        return rows_of_call.get() or self._batch_size
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         args, kwargs = opened((args, kwargs), batch_first=True)
