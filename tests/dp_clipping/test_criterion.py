@@ -104,6 +104,19 @@ def test_a_mean_over_the_batch_adds_up_entries(model):
         PrivateCriterion(model, kl, "sum")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_is_reduced_as_pytorch_does(reduction):
+    """Its mean divides the loss of each sample by the number of its targets."""
+    model = private(
+        zoo.Net(lambda net, x: net.layer(x).log_softmax(-1).transpose(0, 1), layer=nn.Linear(5, 7))
+    )
+    ctc = nn.CTCLoss(reduction=reduction)
+    outputs, targets = model(torch.randn(3, 6, 5)), torch.randint(1, 7, (3, 4))
+    lengths = torch.tensor([6, 5, 6]), torch.tensor([1, 4, 2])
+    loss = PrivateCriterion(model, ctc, reduction)(outputs, targets, *lengths)
+    assert loss.item() == pytest.approx(ctc(outputs, targets, *lengths).item())
+
+
 def test_a_reduction_that_is_none_is_refused(model):
     with pytest.raises(ValueError, match="both must be"):
         PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "mean")
