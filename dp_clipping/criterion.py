@@ -70,7 +70,11 @@ class PrivateCriterion(nn.Module):
             return PrivateLoss(self.model, None, losses, self.loss_reduction)
         private_step = self.model.step_state.pending
         if private_step is None:
-            raise RuntimeError("the criterion was called before the private model's forward")
+            raise RuntimeError(
+                "the criterion was called before the private model's forward: call the model that "
+                "make_private returned for each batch, criterion(model(x), y), and not the network "
+                "itself or one of its methods"
+            )
         if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)

@@ -122,6 +122,21 @@ def test_a_reduction_that_is_none_is_refused(model):
         PrivateCriterion(model, nn.CrossEntropyLoss(reduction="none"), "mean")
 
 
+def test_a_loss_of_several_forwards_is_refused_with_what_works(run):
+    """As of a triplet, or of two branches of a Siamese network."""
+    run.criterion.criterion = nn.MSELoss()
+    x = engine.data()[:5][0]
+    one, other = run.model(x), run.model(x)
+    with pytest.raises(RuntimeError, match=r"of several forwards .*as return net\(a\), net\(b\)"):
+        run.criterion(one, other).backward()
+
+
+def test_outputs_of_the_plain_network_are_refused_with_what_works(run):
+    x, y = engine.data()[:5]
+    with pytest.raises(RuntimeError, match=r"call the model that make_private .* its methods"):
+        run.criterion(run.model.network(x), y)
+
+
 def test_a_loss_over_the_batch_is_refused(model):
     with pytest.raises(ValueError, match="it must return one per sample"):
         PrivateCriterion(model, lambda y, t: (y - t).square().mean(), "mean")(
