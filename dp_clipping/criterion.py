@@ -23,7 +23,8 @@ class PrivateCriterion(nn.Module):
     `criterion.reduction` is `"none"` during the call. What comes back is [B]; [B, ...] or, with
     `shape=(B, T, ...)` of the outputs before they were flattened, [B·T], is reduced over a sample's
     own entries: the mean (over targets that are not `ignore_index`, where the criterion has one) or
-    the sum, as for `nn.KLDivLoss(reduction="batchmean")` too.
+    the sum, as for `nn.KLDivLoss(reduction="batchmean")` too. Of `nn.CTCLoss` the mean is over a
+    sample's targets.
 
     It is a module, so that it can take the place of one: `self.criterion = criterion`. The user's
     is its child, and moves with it; the private model is not.
@@ -46,6 +47,7 @@ class PrivateCriterion(nn.Module):
         super().__init__()
         self.criterion, self.loss_reduction = criterion, reduction
         self._adds_entries = reduction == "sum" or own == "batchmean"
+        self._is_ctc = isinstance(criterion, nn.CTCLoss) and reduction == "mean"
         self.__dict__["model"] = model
         of_rows = partial(Batch, batch_first=True)
         self._carried = Carried(State(criterion), self._again, of_rows)
@@ -68,7 +70,11 @@ class PrivateCriterion(nn.Module):
             return PrivateLoss(self.model, None, losses, self.loss_reduction)
         private_step = self.model.step_state.pending
         if private_step is None:
-            raise RuntimeError("the criterion was called before the private model's forward")
+            raise RuntimeError(
+                "the criterion was called before the private model's forward: call the model that "
+                "make_private returned for each batch, criterion(model(x), y), and not the network "
+                "itself or one of its methods"
+            )
         if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)
             return PrivateLoss(self.model, private_step, losses, self.loss_reduction)
@@ -121,6 +127,8 @@ class PrivateCriterion(nn.Module):
             raise WrongType(f"the criterion returned {shown(losses)}: give a tensor [batch]")
         if shape is not None and losses.dim() == 1 and losses.shape[0] == shape[0] * shape[1]:
             losses = losses.view(shape[0], shape[1])
+        if self._is_ctc:
+            return losses / _lengths_of_targets(*args, **kwargs).to(losses).clamp_min(1)
         if losses.dim() < 2:
             return losses
         total = losses.flatten(1).sum(1)
@@ -156,6 +164,13 @@ class PrivateCriterion(nn.Module):
             return max(entries, 1)
         valid = target.view(losses.shape) != ignore_index
         return valid.flatten(1).sum(1).clamp_min(1)
+
+
+def _lengths_of_targets(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any
+) -> Tensor:
+    """Returns the last argument of `nn.CTCLoss`."""
+    return torch.as_tensor(target_lengths)
 
 
 class _Function(nn.Module):

@@ -199,6 +199,20 @@ def gradients_at(
     )  # fmt: skip
 
 
+def gradients_in_modes(
+    ys: Sequence[Tensor], inputs: Sequence[Tensor], starts: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Returns `torch.autograd.grad(ys, inputs, starts, allow_unused=True)`, within modes too.
+
+    That function leaves each `TorchFunctionMode` outside of backward, where a checkpointed block is
+    computed again: its operators would be others than in forward.
+    """
+    return torch.autograd.Variable._execution_engine.run_backward(
+        tuple(ys), tuple(starts), False, False, tuple(inputs), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+
+
 def is_in_backward() -> bool:
     """Returns whether autograd runs a backward in this thread now."""
     return torch._C._current_graph_task_id() != -1

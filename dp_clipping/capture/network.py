@@ -27,6 +27,7 @@ from dp_clipping.torch_compat import (
     any_size,
     every_module,
     flush_ready_nodes,
+    gradients_in_modes,
     reusable_backwards,
     tensors_in,
 )
@@ -271,8 +272,7 @@ def gradients_of(outputs: list[Tensor], parameters: list[Parameter]) -> tuple[Te
     """Returns gradients of a plain run's outputs; () if it has none, as a step will say."""
     ys = [y for y in outputs if y.requires_grad and y.is_floating_point()]
     try:
-        given = list(map(fixed_like, ys))
-        return torch.autograd.grad(ys, parameters, given, allow_unused=True) if ys else ()
+        return gradients_in_modes(ys, parameters, list(map(fixed_like, ys))) if ys else ()
     except Exception:
         flush_ready_nodes()
         return ()

@@ -50,6 +50,7 @@ def full_float32(layers: bool = False) -> AbstractContextManager[None]:
 class _FullFloat32:
     def __init__(self, layers: bool):
         self._backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+        self._has_layers, self._was_allowed = layers, False
         if layers:
             cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
             self._backends += [cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn]
@@ -57,6 +58,8 @@ class _FullFloat32:
     def __enter__(self) -> None:
         global _is_full
         self._before, self._outer = list(map(PRECISION, self._backends)), _is_full
+        if self._has_layers and _cudnn_allows_tf32():
+            self._was_allowed, torch.backends.cudnn.allow_tf32 = True, False
         for backend in self._backends:
             backend.fp32_precision = "ieee"
         _is_full = True
@@ -64,8 +67,21 @@ class _FullFloat32:
     def __exit__(self, *_: object) -> None:
         global _is_full
         _is_full = self._outer
+        if self._was_allowed:
+            torch.backends.cudnn.allow_tf32 = True
         for backend, precision in zip(self._backends, self._before, strict=True):
             backend.fp32_precision = precision
+
+
+def _cudnn_allows_tf32() -> bool:
+    """Returns an older setting, which PyTorch refuses to read where newer ones contradict it.
+
+    A network reads it too that enters `torch.backends.cudnn.flags`, as Hugging Face's do for CTC.
+    """
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # the user's own settings do
+        return False
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
 from dp_clipping.capture.samples.padded import Padded, cut, sizes_of
 from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.torch_compat import every_module
+from dp_clipping.torch_compat import every_module, gradients_in_modes
 from dp_clipping.trials.randomness import RandomStates, same_randomness, seed_all
 from dp_clipping.trials.tolerances import SHORTER, SHORTER_IN_FLOAT64, TIMES
 
@@ -253,7 +253,7 @@ class Lengths:
             for n, p in enumerate(self._parameters)
         ]
         try:
-            torch.autograd.grad(ys, self._parameters, starts, allow_unused=True)
+            gradients_in_modes(ys, self._parameters, starts)
         finally:
             for hook in hooks:
                 hook.remove()

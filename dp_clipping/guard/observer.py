@@ -23,6 +23,7 @@ from dp_clipping.layers.vmap.whole_batch import Call, on_whole_batch
 from dp_clipping.torch_compat import (
     every_module,
     flush_ready_nodes,
+    gradients_in_modes,
     is_in_backward,
     tree_map,
     version_of,
@@ -140,7 +141,7 @@ class Observer:
             torch.autograd.set_multithreading_enabled(False),
         ):
             try:
-                torch.autograd.grad(ys, inputs, gradients, allow_unused=True)
+                gradients_in_modes(ys, inputs, gradients)
             except BaseException as error:
                 flush_ready_nodes()
                 meaning = recomputation_of(error, (one.kind for one in self._capture.handles))

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.capture.samples.packed import opened
+from dp_clipping.layers.vmap.samples import rows_of_call
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.profiling.profile import NOTHING
 
@@ -38,7 +39,7 @@ FUNCTIONS = (
     *OF_CLASSES, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 )  # fmt: skip
-SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
+SIGNATURES = {function: inspect.signature(function) for function in (*FUNCTIONS, F.ctc_loss)}
 
 
 class LossInNetwork:
@@ -74,7 +75,7 @@ class LossInNetwork:
             if self._looks_inside:
                 hook = self._network.register_forward_pre_hook(self._note_size, with_kwargs=True)
                 stack.callback(hook.remove)
-                mode = stack.enter_context(PerSampleReductions(lambda: self._batch_size))
+                mode = stack.enter_context(PerSampleReductions(self._rows))
             yield
         if self._count:
             self._looks_inside = False
@@ -102,6 +103,9 @@ class LossInNetwork:
             return (loss, *outputs[1:])
         put(loss)
         return outputs
+
+    def _rows(self) -> int:
+        return rows_of_call.get() or self._batch_size
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         args, kwargs = opened((args, kwargs), batch_first=True)
@@ -144,7 +148,8 @@ class PerSampleReductions(TorchFunctionMode):
     """A context in which losses of `torch.nn.functional` return one value per sample.
 
     The mean is over a sample's own entries: of `cross_entropy` over its targets that are not
-    `ignore_index`, weighted by the weights of their classes if there are some; 0 without any.
+    `ignore_index`, weighted by the weights of their classes if there are some; 0 without any; of
+    `ctc_loss` over its targets.
     Inputs may be flattened, sample after sample: [B·T, V] beside targets [B·T]. What has another
     number of entries than a multiple of B is left as it is.
 
@@ -179,7 +184,7 @@ def per_sample(function: Any, arguments: dict[str, Any], batch_size: int) -> Ten
     """Returns a loss [B]; None: it is not reduced, or its entries are not those of B samples.
 
     Args:
-        function: one of `FUNCTIONS`.
+        function: one of `SIGNATURES`.
         arguments: all of its arguments by name.
     """
     reduction = arguments["reduction"]
@@ -197,6 +202,8 @@ def per_sample(function: Any, arguments: dict[str, Any], batch_size: int) -> Ten
 
 def _counted(function: Any, arguments: dict[str, Any], losses: Tensor) -> Tensor:
     """Returns how much each entry counts in a mean, in the shape of the losses."""
+    if function is F.ctc_loss:
+        return torch.as_tensor(arguments["target_lengths"]).to(losses)
     target = arguments["target"]
     if function not in OF_CLASSES or target.is_floating_point():
         return torch.ones_like(losses)

@@ -53,6 +53,10 @@ OF_SOMETHING_ELSE = (
     "one batch may be concatenated); in place of loss = model(**batch).loss, "
     "loss = criterion(model(**batch).logits, labels)"
 )
+OF_SEVERAL = (
+    "the loss is of several forwards of the private model, and a step has one: give make_private a "
+    "module whose forward calls the network for each input, as return net(a), net(b)"
+)
 
 
 class PrivateStep:
@@ -186,6 +190,8 @@ class PrivateStep:
         name = records[0].name
         if self._is_in_forward:
             raise RuntimeError(f"{name}: {IN_FORWARD}")
+        if self.capture.attached_step not in (None, self):  # whose backward runs
+            raise RuntimeError(f"{name}: {OF_SEVERAL}")
         raise RuntimeError(THROUGH if self.is_through else f"{name}: {OF_SOMETHING_ELSE}")
 
     def counted(self, parameter: Trainable, count: Tensor) -> None:

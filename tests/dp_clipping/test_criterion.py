@@ -104,6 +104,34 @@ def test_a_mean_over_the_batch_adds_up_entries(model):
         PrivateCriterion(model, kl, "sum")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_is_reduced_as_pytorch_does(reduction):
+    """Its mean divides the loss of each sample by the number of its targets."""
+    model = private(
+        zoo.Net(lambda net, x: net.layer(x).log_softmax(-1).transpose(0, 1), layer=nn.Linear(5, 7))
+    )
+    ctc = nn.CTCLoss(reduction=reduction)
+    outputs, targets = model(torch.randn(3, 6, 5)), torch.randint(1, 7, (3, 4))
+    lengths = torch.tensor([6, 5, 6]), torch.tensor([1, 4, 2])
+    loss = PrivateCriterion(model, ctc, reduction)(outputs, targets, *lengths)
+    assert loss.item() == pytest.approx(ctc(outputs, targets, *lengths).item())
+
+
+def test_a_loss_of_several_forwards_is_refused_with_what_works(run):
+    """As of a triplet, or of two branches of a Siamese network."""
+    run.criterion.criterion = nn.MSELoss()
+    x = engine.data()[:5][0]
+    one, other = run.model(x), run.model(x)
+    with pytest.raises(RuntimeError, match=r"of several forwards .*as return net\(a\), net\(b\)"):
+        run.criterion(one, other).backward()
+
+
+def test_outputs_of_the_plain_network_are_refused_with_what_works(run):
+    x, y = engine.data()[:5]
+    with pytest.raises(RuntimeError, match=r"call the model that make_private .* its methods"):
+        run.criterion(run.model.network(x), y)
+
+
 # ---- what is the same for every batch ------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Runs a module for each sample with a copy of the parameters: under `torch.vmap`, or in turn."""
 
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from dp_clipping.layers.vmap.own import refuse_other_number, replaced, rows_of_t
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
 from dp_clipping.torch_compat import is_passed_on, tree_flatten, tree_unflatten, version_of
 from dp_clipping.trials.objects import Objects
+
+rows_of_call: ContextVar[int] = ContextVar("rows_of_call", default=0)
+"""The rows that the code of a module has while it runs for one sample; 0: it has the batch's."""
 
 
 def every_sample(
@@ -167,11 +171,20 @@ class _OneSample:
             for name, parameter in self.own.items():  # in place: the caller looks for them
                 parameters[name] = taken_for(parameters[name], parameter)
         with replaced(self.module, {path: parameters[name] for path, name in self._paths.items()}):
-            found = plain_forward(self.module, *args, **kwargs)
+            found = self._forward(args, kwargs)
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
         return tuple([outputs[n] for n in self._where])
+
+    def _forward(self, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_compiling():
+            return plain_forward(self.module, *args, **kwargs)
+        outer = rows_of_call.set(self.handle.examples_per_unit)
+        try:
+            return plain_forward(self.module, *args, **kwargs)
+        finally:
+            rows_of_call.reset(outer)
 
     def joined(self, outputs: tuple[Tensor, ...]) -> Any:
         """Returns the outputs of the whole batch."""

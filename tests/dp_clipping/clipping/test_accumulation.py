@@ -146,6 +146,24 @@ def test_layers_are_computed_in_float32_where_it_is_said(layers):
 
 
 @pytest.mark.parametrize("own", ["tf32", "ieee"])
+def test_a_network_can_read_the_older_setting_of_layers_meanwhile(own):
+    """As Hugging Face's do for CTC. PyTorch refuses that where the newer settings say otherwise."""
+    cudnn = torch.backends.cudnn
+    before, cudnn.conv.fp32_precision = cudnn.conv.fp32_precision, own
+    try:
+        for _ in range(2):
+            with full_float32(layers=True):
+                if own == before:
+                    with cudnn.flags(enabled=False):
+                        pass
+                assert cudnn.conv.fp32_precision != "tf32"
+            assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == (own, before)
+    finally:
+        cudnn.conv.fp32_precision = before
+    assert cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("own", ["tf32", "ieee"])
 def test_products_are_float32_whatever_the_precision_settings(own):
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, own

@@ -566,6 +566,20 @@ def test_functional_dropout_before_many_layers_is_no_mixing(p):
         assert private(Function(function))(torch.randn(4, 5)).shape == (4, 3)
 
 
+def test_a_checkpointed_block_with_functional_dropout_is_no_mixing():
+    """Backward computes the block again, and dropout is off there as it was in forward."""
+
+    def function(net, x):
+        rows = [net.first(x), x]
+        return torch.utils.checkpoint.checkpoint(dropped, net, *rows, use_reentrant=False)
+
+    def dropped(net, x, y):
+        gates = nn.functional.dropout(net.norm(x).sigmoid(), 0.5, net.training)
+        return net.second(gates * y)
+
+    assert private(Function(function))(torch.randn(4, 5)).shape == (4, 3)
+
+
 def frozen_norm():
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).requires_grad_(False), nn.Linear(5, 3))
 

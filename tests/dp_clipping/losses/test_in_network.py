@@ -94,6 +94,45 @@ def test_any_network_that_is_given_labels(form):
     assert model.linear.weight.grad is not None
 
 
+class OfEachSample(nn.Module):
+    """Its code runs for each sample: under `torch.vmap`, or one after another."""
+
+    def __init__(self, in_turn):
+        super().__init__()
+        self.start, self.linear, self.in_turn = (
+            nn.Parameter(torch.ones(3)),
+            nn.Linear(3, 2),
+            in_turn,
+        )
+
+    def forward(self, x, labels):
+        if self.in_turn:
+            y = torch.stack([row * self.start if row.sum() > 0 else row for row in x])
+        else:
+            y = torch.zeros(len(x), 2, 3)
+            y[:, 0], y[:, 1] = self.start, x
+            y = y.prod(1)
+        y = self.linear(y)
+        return {"loss": F.cross_entropy(y, labels), "logits": y}
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_network_that_is_given_labels_and_runs_for_each_sample(one_by_one):
+    network = OfEachSample(one_by_one)
+    plain = copy.deepcopy(network)
+    model, optimizer = made_private(network, C=1.0)
+    outputs = model(**LABELLED)
+    outputs["loss"].backward()
+    losses = [plain(**{k: x[i : i + 1] for k, x in LABELLED.items()})["loss"] for i in range(4)]
+    gradients = [
+        torch.autograd.grad(loss, [*plain.parameters()], materialize_grads=True) for loss in losses
+    ]
+    norms = torch.stack([torch.cat([g.flatten() for g in each]).norm() for each in gradients])
+    torch.testing.assert_close(optimizer.model.per_sample_gradient_norms, norms)
+    torch.testing.assert_close(outputs["loss"].detach(), torch.stack(losses).mean().detach())
+
+
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
 def test_a_loss_that_sees_other_samples_is_refused():
     def mixing(y, labels):

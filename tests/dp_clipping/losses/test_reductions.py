@@ -31,6 +31,24 @@ def test_each_sample_has_the_loss_that_it_has_alone(function, reduction):
     assert mode.count == 1
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_has_the_loss_that_a_sample_has_alone(reduction):
+    """Its mean is over a sample's targets, which are joined here, as Hugging Face's models do."""
+    lengths, sizes = torch.tensor([6, 5, 6]), torch.tensor([1, 3, 2])
+    x, targets = torch.randn(6, B, V).log_softmax(-1), torch.randint(1, V, (6,))
+    rows = targets.split(sizes.tolist())
+    alone = [
+        F.ctc_loss(
+            x[:, i : i + 1], rows[i], lengths[i : i + 1], sizes[i : i + 1], reduction=reduction
+        )
+        for i in range(B)
+    ]
+    with PerSampleReductions(lambda: B) as mode:
+        found = F.ctc_loss(x, targets, lengths, sizes, reduction=reduction)
+    torch.testing.assert_close(found, torch.stack(alone))
+    assert mode.count == 1
+
+
 def test_flattened_tokens_and_class_weights():
     x, y = arguments(F.cross_entropy)
     weight = torch.rand(V)
