@@ -7,8 +7,7 @@ explains the compiled code.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,16 +18,13 @@ from dp_clipping.capture.network import Arguments, CapturedNetwork, LayerCall
 from dp_clipping.clipping.accumulation import stored_dtype
 from dp_clipping.clipping.norms import Norms
 from dp_clipping.layers.batch_layout import FEW, MORE
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from dp_clipping.layers.handle import LayerState, Site
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import (
-    DENSE,
     FACTOR_SLOTS,
-    FACTORS,
     GRADIENT_SLOTS,
-    LINEAR,
     LOOK_UP_SLOTS,
+    Count,
     Trainable,
 )
 from dp_clipping.planning.cost_model import INSTANTIATE, LinearShape
@@ -37,7 +33,29 @@ from dp_clipping.torch_compat import tree_flatten
 Observe = Callable[[tuple, dict, int], dict[str, list[LayerCall]]]
 
 
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a slot."""
+NORM = torch.float32
+IDS = torch.float64  # holds every id exactly; what arrives at a slot has to be a gradient
+
+
 @dataclass(frozen=True)
+class WeightSlots:
+    """Describes the slots of a weight of which more arrives than its G.
+
+    Attributes:
+        names: of the two slots, and of the one that counts uses.
+        kinds: of the two.
+        how: what arrives at them. None: G and its squared norms; the site of a product: its
+            factors; rows of a table: output gradients and ids that are looked up in it.
+    """
+
+    names: tuple[str, str, str]
+    kinds: tuple[Kind, Kind]
+    how: Site | int | None
+
+
+@dataclass(frozen=True, eq=False)
 class CompiledShapes:
     """Holds the shapes in a forward whose inputs have certain shapes.
 
@@ -53,6 +71,8 @@ class CompiledShapes:
     dtypes: dict[Trainable, torch.dtype]
     held: int
     look_ups: dict[Trainable, int] = field(default_factory=dict)
+    _of_units: dict[int, "CompiledShapes"] = field(default_factory=dict, init=False)
+    _of_batch: dict[int, dict[Trainable, LinearShape]] = field(default_factory=dict, init=False)
 
     @staticmethod
     def planned(batch_size: int) -> int:
@@ -65,98 +85,59 @@ class CompiledShapes:
 
     def of_units(self, examples: int) -> "CompiledShapes":
         """Returns the shapes of samples that consist of `examples` examples each."""
-        uses = {p: use._replace(tokens=use.tokens * examples) for p, use in self.uses.items()}
-        ids = {p: count * examples for p, count in self.look_ups.items()}
-        return replace(self, uses=uses, held=self.held * examples, look_ups=ids)
+        if examples == 1:
+            return self
+        if examples not in self._of_units:
+            uses = {p: use._replace(tokens=use.tokens * examples) for p, use in self.uses.items()}
+            ids = {p: count * examples for p, count in self.look_ups.items()}
+            held = self.held * examples
+            self._of_units[examples] = CompiledShapes(uses, self.dtypes, held, ids)
+        return self._of_units[examples]
 
     def of_batch(self, batch_size: int) -> dict[Trainable, LinearShape]:
         planned = self.planned(batch_size)
-        return {p: LinearShape(use.name, planned, *use[2:]) for p, use in self.uses.items()}
+        if planned not in self._of_batch:
+            self._of_batch[planned] = {
+                p: LinearShape(use.name, planned, *use[2:]) for p, use in self.uses.items()
+            }
+        return self._of_batch[planned]
 
     def slots(
-        self, private_step: Any, handle: LayerState, algorithm_of: Callable[[str], str]
-    ) -> dict[str, Tensor] | None:
+        self, batch: int, handle: LayerState, algorithm_of: Callable[[str], str]
+    ) -> WeightSlots | None:
         """Returns the slots of a layer's weight; None: it has no more than one for its G.
 
         Args:
+            batch: samples of the batch.
             algorithm_of: name of a linear layer's weight -> what is planned for it.
         """
         weight = handle.records.get("weight")
         if weight in self.look_ups:
-            batch = private_step.batch_size
-            names, ids = LOOK_UP_SLOTS, (batch, self.look_ups[weight])
+            ids = (batch, self.look_ups[weight])
             vocabulary, width = weight.shape
-            kinds = ((*ids, width), weight.parameter.dtype), (ids, IDS)
-            left = partial(_look_ups, vocabulary)
-        elif weight in self.uses:
-            names, kinds, left = self._of_product(private_step, handle, weight, algorithm_of)
-        else:
+            kinds: Any = ((*ids, width), weight.parameter.dtype), (ids, IDS)
+            return WeightSlots(LOOK_UP_SLOTS, kinds, vocabulary)
+        if weight not in self.uses:
             return None
-        tap = (weight.trigger, private_step, weight, left, (*kinds, ((1,), NORM)))
-        return dict(zip(names, Tap.apply(*tap), strict=True))
-
-    def _of_product(
-        self, private_step: Any, handle: LayerState, weight: Trainable, algorithm_of: Any
-    ) -> tuple:
-        batch, use, dtype = private_step.batch_size, self.uses[weight], self.dtypes[weight]
+        use, dtype = self.uses[weight], self.dtypes[weight]
         if algorithm_of(weight.name) == INSTANTIATE:
             kinds = ((batch, *weight.shape), stored_dtype(dtype)), ((batch,), NORM)
-            return GRADIENT_SLOTS, kinds, _gradients
+            return WeightSlots(GRADIENT_SLOTS, kinds, None)
         rows = (batch, use.tokens)
         kinds = ((*rows, use.outputs), dtype), ((*rows, use.inputs), dtype)
         site = Site(Linear, weight, transposed=handle.kind == "conv1d")
-        return FACTOR_SLOTS, kinds, partial(_products, site)
+        return WeightSlots(FACTOR_SLOTS, kinds, site)
 
 
-NORM = torch.float32
-IDS = torch.float64  # holds every id exactly; what arrives at a slot has to be a gradient
-
-
-def _gradients(gradients: Tensor, squares: Tensor) -> tuple:
-    return DENSE, (gradients, squares), (gradients,)
-
-
-def _products(site: Site, y: Tensor, a: Tensor) -> tuple:
-    return LINEAR, (y, a, site), (y, a)
-
-
-def _look_ups(vocabulary: int, y: Tensor, ids: Tensor) -> tuple:
-    # Ids of several uses have been added up. All samples are left out then (`refuse_repeated`), but
-    # a row that does not exist must not be written.
-    factors = EmbeddingFactors(ids.clamp(max=vocabulary - 1), y, vocabulary)
-    return FACTORS, factors, factors.held(factors)
-
-
-class Tap(torch.autograd.Function):
-    """Empty slots [..] without memory between the trigger and the only use of a weight.
-
-    `left` turns what arrives at the first two into what a use leaves; the third counts uses.
-    """
-
-    @staticmethod
-    def forward(ctx, trigger, private_step, parameter, left, kinds):
-        ctx.rest = (private_step, parameter, left)
-        return tuple(private_step.capture.zero(dtype).expand(shape) for shape, dtype in kinds)
-
-    @staticmethod
-    def backward(ctx, first, second, count):
-        private_step, parameter, left = ctx.rest
-        private_step.counted(parameter, count)
-        kind, value, tensors = left(first, second)
-        private_step.take(kind, (parameter,), value, tensors)
-        return None, None, None, None, None
-
-
-def refuse_repeated(
-    norms: Norms, counts: dict[Trainable, Tensor], parameters: list[Trainable]
-) -> None:
+def refuse_repeated(norms: Norms, counts: list[Count], parameters: list[Trainable]) -> None:
     """Makes a norm infinite if a weight was used more than once, which leaves all samples out.
 
     Its norm would miss the cross terms; looking at a count would make the host wait.
     """
-    counted = [p for p in parameters if p in counts] if counts else []
-    if counted:
-        norms.leave_out_unless((torch.stack([counts[p] for p in counted]) == 1).all())
+    mine = [one for one in counts if not one[0].isdisjoint(parameters)]
+    if mine:
+        used = torch.stack([count for _, count, _ in mine]).sum()
+        norms.leave_out_unless(used == sum([weights for _, _, weights in mine]))
 
 
 class Forecaster:

@@ -188,18 +188,6 @@ class CapturedNetwork(ABC):
             return attached
         return _with_compiled_code(attached, private_step.policy.may_run_twice)
 
-    def make_slots(self, private_step: Any) -> dict[str, dict[str, Tensor]]:
-        """Returns handle -> parameter's name -> slot.
-
-        Slots are made where a layer asks for one; inside a compiled region none can be made, so a
-        network with one gets them all beforehand.
-        """
-        if private_step.is_compiled and (apart := self.apart):
-            self.make_whole(apart)
-        if not private_step.is_compiled:
-            return {handle.name: {} for handle in self.handles}
-        return {handle.name: private_step.slots_of(handle) for handle in self.handles}
-
     def shared_layers(self) -> list[str]:
         """Returns the layer of each input or output that is known to be expanded to the batch."""
         return [

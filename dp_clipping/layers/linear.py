@@ -12,10 +12,11 @@ backward returns as their gradients, depending on the plan,
 or G alone, where a weight has several uses, or the arithmetic is plain.
 
 The kernel is one operator that is opaque to the compiler. Autograd adds the gradients of two uses
-of a slot, which is right for G only. So each use returns a count of 1, and a sum above 1 reveals
-it. Autograd also sums a gradient down to the slot's shape where it can be broadcast from it (T =
-1), and casts it to the slot's dtype, silently. So forward compares shapes and dtypes while it is
-traced, and they are guards of the compiled function.
+of a slot, which is right for G only. So each use returns a count of 1 for a slot that many layers
+share, and a sum above the number of their weights reveals it. Autograd also sums a gradient down to
+the slot's shape where it can be broadcast from it (T = 1), and casts it to the slot's dtype,
+silently. So forward compares shapes and dtypes while it is traced, and they are guards of the
+compiled function.
 """
 
 import torch

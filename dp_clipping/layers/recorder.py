@@ -98,5 +98,7 @@ class Left(NamedTuple):
 
 Summand = tuple[Any, tuple[Tensor, ...], tuple[int, ...]]
 """G, or its factors, of one parameter; the tensors that it is made of, and their versions."""
+Count = tuple[frozenset[Trainable], Tensor, int]
+"""Weights; how often compiled code has used them in all [1]; and how many of them it has used."""
 Accumulate = Callable[[Iterable[tuple[Trainable, Tensor | None]]], None]
 """Takes clipped sums; None is zeros."""

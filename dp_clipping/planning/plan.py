@@ -201,6 +201,7 @@ class Plans:
         of_calls: uses in a forward -> what follows from their plan (`step.sums.layer_plans`).
         measured: samples in batches whose forward was measured.
         saved: shapes that compiled layers were expected to have -> bytes that their forward saves.
+        slots: what determines the slots of a compiled forward -> these (`step.slots`).
         last: the plan of the last step on fused kernels.
     """
 
@@ -208,6 +209,7 @@ class Plans:
     of_calls: dict[tuple, Any] = field(default_factory=Recent)
     measured: dict[int, bool] = field(default_factory=Recent)
     saved: dict[tuple, int] = field(default_factory=Recent)
+    slots: dict[tuple, Any] = field(default_factory=Recent)
     last: Plan | None = None
 
     def table(self, mode: str, slow: Mapping[str, str | None]) -> str:
@@ -228,5 +230,5 @@ class Plans:
 
     def forget(self) -> None:
         """Drops what is known about networks with other shapes."""
-        for known in (self.known, self.of_calls, self.measured, self.saved):
+        for known in (self.known, self.of_calls, self.measured, self.saved, self.slots):
             known.clear()

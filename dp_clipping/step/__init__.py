@@ -6,6 +6,7 @@ Files:
     forward_backward      runs the passes of a private model
     inputs                the arguments of a forward, and what their rows are
     private_step          one step: what layers talk to, and its phases
+    slots                 inputs of compiled regions, at which what layers leave arrives
     sums/                 norms and clipped sums of what layers leave in its backward
     state                 phase, settings, norms and counts of a step, in one place
     gradient_buffer       `.grad` from `zero_grad` to the next

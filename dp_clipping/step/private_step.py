@@ -25,12 +25,12 @@ from torch.nn import Parameter
 
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
 from dp_clipping.kernels.launch import tiles
-from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.sampling.parts import Slice
 from dp_clipping.step.context import StepContext
+from dp_clipping.step.slots import make_slots
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
     apply_directly,
@@ -114,7 +114,7 @@ class PrivateStep:
         self._is_in_forward = True
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Joint, Tensor] = {}
-        self.slots = self.capture.make_slots(self)
+        self.slots = make_slots(self)
 
     def end_forward(self) -> None:
         """Is called when the forward has returned."""
@@ -163,13 +163,6 @@ class PrivateStep:
                 self._slots[parameter] = run(self.trigger(parameter), value, (self, parameter))
         return self._slots[parameter]
 
-    def slots_of(self, handle: LayerState) -> dict[str, Tensor]:
-        """Returns the slots made beforehand for a layer in a region where none can be made."""
-        slots = self.plans.slots_of(self, handle)
-        if slots is None:
-            slots = {name: self.slot(parameter) for name, parameter in handle.records.items()}
-        return slots
-
     def trigger(self, record: Trainable) -> Tensor:
         """Returns the input that makes autograd visit a use of a parameter: see `Joint`."""
         joint = record.joint
@@ -194,9 +187,13 @@ class PrivateStep:
             raise RuntimeError(f"{name}: {OF_SEVERAL}")
         raise RuntimeError(THROUGH if self.is_through else f"{name}: {OF_SOMETHING_ELSE}")
 
-    def counted(self, parameter: Trainable, count: Tensor) -> None:
-        """Takes how often compiled code has used a weight [1]; called before its gradient."""
-        self.work.counts[parameter] = count
+    def counted(self, weights: frozenset[Trainable], count: Tensor, used: int) -> None:
+        """Takes how often compiled code has used weights, in all [1]; called before their G.
+
+        Args:
+            used: how many of them it has used.
+        """
+        self.work.counts.append((weights, count, used))
 
     # ---- the step -------------------------------------------------------------------------------
 

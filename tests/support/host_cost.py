@@ -130,10 +130,16 @@ def without_kernels() -> Iterator[None]:
         yield
 
 
-def step_of(name: str, layers: int, private: bool) -> Callable[[], None]:
-    """Returns a step of a network on one batch, as a user writes it."""
+def step_of(name: str, layers: int, private: bool, compiled: bool = False) -> Callable[[], None]:
+    """Returns a step of a network on one batch, as a user writes it.
+
+    Args:
+        compiled: as a whole, but without a compiler of kernels.
+    """
     torch.manual_seed(0)
     network, x = NETWORKS[name](layers)
+    if compiled:
+        network.compile(backend="aot_eager")
     model: Any = network
     criterion: Any = nn.CrossEntropyLoss()
     optimizer: Any = torch.optim.AdamW(network.parameters(), fused=True)

@@ -75,8 +75,13 @@ class PlainPlans:
     def make(self) -> None:
         """Makes the plan, after the forward has called all layers."""
 
-    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        """Returns a layer's slots in a compiled region; None: one for each parameter."""
+    def slots_of(self, handle: LayerState) -> Any:
+        """Returns a weight's `WeightSlots` in a compiled region; None: a slot for its G."""
+        return None
+
+    @property
+    def of_slots(self) -> Any:
+        """Returns what determines the slots of a compiled forward, beside its batch size."""
         return None
 
     def foresaw_too_much(self) -> bool:
@@ -102,7 +107,7 @@ class FusedPlans(PlainPlans):
         self._device = context.capture.trigger.device
         self.at_first = allocated(self._device)
         self._batch_size, self._forecast = batch_size, forecast
-        self._uses = {} if forecast is None else forecast.of_batch(batch_size)
+        self._uses = {} if forecast is None else dict(forecast.of_batch(batch_size))
         self._shapes = tuple(self._uses.values())  # expected ones
         self.measures = forecast is None and not context.plans.measured.get(batch_size)
         if self.measures:
@@ -134,14 +139,15 @@ class FusedPlans(PlainPlans):
             both = x.nbytes + y.nbytes
             self.calls.add_other(x, y, min(passing, both), min(size, both))
 
-    def slots_of(self, private_step: Any, handle: LayerState) -> dict[str, Tensor] | None:
-        forecast = self._forecast
-        if forecast is None:
+    def slots_of(self, handle: LayerState) -> Any:
+        if self._forecast is None:
             return None
-        slots = forecast.slots(private_step, handle, lambda name: self.ahead[name].algorithm)
-        if slots is not None and "bias" in handle.trainable:
-            slots["bias"] = private_step.slot(handle.records["bias"])
-        return slots
+        algorithm_of = lambda name: self.ahead[name].algorithm  # noqa: E731
+        return self._forecast.slots(self._batch_size, handle, algorithm_of)
+
+    @property
+    def of_slots(self) -> Any:
+        return None if self._forecast is None else (self._forecast, self.ahead)
 
     @cached_property
     def ahead(self) -> Plan:

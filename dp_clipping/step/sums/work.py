@@ -21,7 +21,16 @@ from typing import Any
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.layers.recorder import DENSE, FACTORS, Accumulate, Joint, Left, Summand, Trainable
+from dp_clipping.layers.recorder import (
+    DENSE,
+    FACTORS,
+    Accumulate,
+    Count,
+    Joint,
+    Left,
+    Summand,
+    Trainable,
+)
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.layer_plans import PlainPlans
@@ -60,7 +69,7 @@ class Work(ABC):
         recomputed: parameters whose G a second backward computes again.
         seen: parameters whose uses have left something in the backward under way.
         taken: those that the first backward keeps, or that have a sum, while a second one runs.
-        counts: weight -> how often compiled code has used it [1].
+        counts: how often compiled code has used weights.
         norms: the norms that have been taken.
         streams: groups are summed as soon as their norms are there.
         two_passes: of the mode: sums are formed in a second backward.
@@ -93,7 +102,7 @@ class Work(ABC):
         self.recomputed: list[Trainable] = []
         self.seen: set[Trainable] = set()
         self.taken: set[Trainable] = set()
-        self.counts: dict[Trainable, Tensor] = {}
+        self.counts: list[Count] = []
         self.streams = self.is_summing = False
         # What is kept for its sum as it has been left: by kind, or of these weights.
         self._kinds: tuple[str, ...] = ()
@@ -335,9 +344,10 @@ class Work(ABC):
         left = [(record, self.kept[record]) for record in self._order if record in self.kept]
         self.kept.clear()
         if self.compiled and self.points is None:
-            # A sum that takes more than it frees is late.
-            held = lambda summand: sum([tensor.nbytes for tensor in summand[1]])  # noqa: E731
-            left.sort(key=lambda one: self.bytes_of((one[0],)) > held(one[1]))
+            late = _late(left)
+            left = [one for one in left if one[0] not in late] + [
+                one for one in left if one[0] in late
+            ]
         if self.points is not None:
             self.points.is_at([record for record, _ in left])
         left.reverse()
@@ -371,3 +381,15 @@ class Work(ABC):
         with full_float32():
             totals = self.sums(records, values)
             self._accumulate(zip(records, totals, strict=True))
+
+
+def _late(left: list[tuple[Trainable, Summand]]) -> set[Trainable]:
+    """Returns the parameters whose sum takes more than it frees."""
+    found = set()
+    for record, (_, tensors, _) in left:
+        size = SUM_BYTES * record.shape.numel()
+        for tensor in tensors:
+            size -= tensor.nbytes
+        if size > 0:
+            found.add(record)
+    return found

@@ -24,6 +24,17 @@ def test_plans_are_made_for_the_next_power_of_two(size, planned):
     assert shapes.of_batch(size)[parameter] == LinearShape("w", planned, 7, 3, 2, 4, 4)
 
 
+def test_shapes_of_units_are_found_once():
+    """What follows from them is kept by them."""
+    linear, table = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    shapes = CompiledShapes({linear: LinearShape("w", 1, 7, 3, 2, 4, 4)}, {}, 5, {table: 4})
+    assert shapes.of_units(1) is shapes
+    units = shapes.of_units(3)
+    assert shapes.of_units(3) is units
+    assert (units.uses[linear].tokens, units.held, units.look_ups[table]) == (21, 15, 12)
+    assert units.of_batch(3) is units.of_batch(4) is not units.of_batch(5)
+
+
 def forecast(network: nn.Module, x: torch.Tensor) -> CompiledShapes:
     capture = private(network, "bookkeeping").capture
     search = Search(capture)
@@ -59,11 +70,20 @@ def test_weights_that_are_used_twice_are_left_out():
 
 
 def test_a_weight_that_was_used_twice_leaves_all_samples_out():
+    """Uses of several weights are counted together. Those of others do not matter."""
     one, other = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
-    for counts, finite in (((1.0, 1.0), True), ((1.0, 2.0), False)):
+    for counts, groups, finite in (
+        ((1.0, 2.0), [one, other], True),
+        ((1.0, 3.0), [one, other], False),
+        ((1.0, 3.0), [one], True),
+        ((1.0, 2.0), [other], True),
+    ):
         norms = Norms(1, torch.zeros(3))
-        norms.add(one, Norm(torch.ones(3)))
-        norms.add(other, Norm(torch.ones(3)))
-        tables = {p: torch.tensor([c]) for p, c in zip((one, other), counts, strict=True)}
-        refuse_repeated(norms, tables, [one, other])
+        for record in groups:
+            norms.add(record, Norm(torch.ones(3)))
+        mine = (frozenset([one]), frozenset([other, Parameter(torch.zeros(1))]))
+        found = [
+            (of, torch.tensor([count]), len(of)) for of, count in zip(mine, counts, strict=True)
+        ]
+        refuse_repeated(norms, found, groups)
         assert bool(norms.squared().isfinite().all()) is finite

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.capture.compile_forecast import CompiledShapes
-from dp_clipping.layers.recorder import FACTOR_SLOTS, Trainable
+from dp_clipping.layers.recorder import FACTOR_SLOTS, GRADIENT_SLOTS, Trainable
 from dp_clipping.modes import policy_of
 from dp_clipping.planning.cost_model import ACCUMULATE, INSTANTIATE, LinearShape
 from dp_clipping.planning.plan import Plans
@@ -243,25 +243,26 @@ def test_nothing_is_expected_without_compiled_layers(weights, in_use):
     plans = FusedPlans(context_of(weights), B)
     in_use.bytes = 1
     assert not plans.foresaw_too_much()
-    assert plans.slots_of(None, SimpleNamespace(records={"weight": weights[0]})) is None
+    assert plans.slots_of(SimpleNamespace(records={"weight": weights[0]})) is None
+    assert plans.of_slots is None
 
 
-def test_slots_are_those_of_what_is_planned(weights):
-    """A bias has the slot of any parameter, and so has a layer of which nothing is known."""
-    context = context_of(weights, norm_algorithm=ACCUMULATE)
-    plans = FusedPlans(context, B, expected(weights[:1]))
-    zero = lambda dtype: torch.zeros((), dtype=dtype)  # noqa: E731
-    step = SimpleNamespace(
-        batch_size=B, capture=SimpleNamespace(zero=zero), slot=lambda record: record.name
-    )
-    bias = trained(Parameter(torch.zeros(D)), "bias")
-    layers = [
-        SimpleNamespace(records=records, trainable=tuple(records), kind="linear")
-        for records in ({"weight": weights[0], "bias": bias}, {"weight": weights[1], "bias": bias})
-    ]
-    slots = plans.slots_of(step, layers[0])
-    assert slots.pop("bias") == "bias"
-    assert {name: tuple(slots[name].shape) for name in slots} == dict(
-        zip(FACTOR_SLOTS, ((B, T, D), (B, T, P), (1,)), strict=True)
-    )
-    assert plans.slots_of(step, layers[1]) is None
+@pytest.mark.parametrize(
+    ("options", "tokens", "names", "shapes"),
+    [
+        ({"norm_algorithm": ACCUMULATE}, T, FACTOR_SLOTS, [(B, T, D), (B, T, P)]),
+        ({"memory_budget": 1 << 30}, 1000, GRADIENT_SLOTS, [(B, D, P), (B,)]),
+    ],
+)
+def test_slots_are_those_of_what_is_planned(weights, options, tokens, names, shapes):
+    """A layer of which nothing is known has one slot for each G."""
+    uses = {weights[0]: LinearShape("a", 1, tokens, P, D, 4, 4)}
+    forecast = CompiledShapes(uses, {weights[0]: torch.float32}, 0)
+    plans = FusedPlans(context_of(weights, **options), B, forecast)
+    layers = [SimpleNamespace(records={"weight": one}, kind="linear") for one in weights]
+    slots = plans.slots_of(layers[0])
+    assert slots.names == names
+    assert [shape for shape, _ in slots.kinds] == shapes
+    assert plans.slots_of(layers[1]) is None
+    again = FusedPlans(context_of(weights, **options), B, forecast)
+    assert plans.of_slots == plans.of_slots != again.of_slots
