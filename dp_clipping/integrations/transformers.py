@@ -116,6 +116,7 @@ class PrivateTrainer(Trainer):
         self._epsilon = (-1, 0.0)  # steps, and ε after them
         super().__init__(*args[2:], args=arguments_of_loop(own), **given)
         self._user_loss = self.compute_loss_func
+        self.compute_loss = partial(self._checked, self.compute_loss)
 
     def privacy_statement(self) -> PrivacyStatement:
         """Returns the guarantee of the training so far, with all that it depends on: `print` it."""
@@ -310,15 +311,16 @@ class PrivateTrainer(Trainer):
                 self.optimizer.step()
         return total / max(1, samples)
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _checked(self, of: Callable, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the loss of `compute_loss`, a subclass's too, if samples can be told apart."""
         try:
-            found = super().compute_loss(model, inputs, *args, **kwargs)
+            found = of(model, inputs, *args, **kwargs)
         except ValueError as error:
             if "did not return a loss" in str(error):
                 raise ValueError(NO_LOSS.format(names=", ".join(inputs))) from error
             raise
-        loss = found[0] if isinstance(found, tuple) else found
-        if model.training and torch.is_grad_enabled() and not isinstance(loss, PrivateLoss):
+        is_private = isinstance(found[0] if isinstance(found, tuple) else found, PrivateLoss)
+        if model.training and torch.is_grad_enabled() and not is_private:
             raise ValueError(
                 f"{type(self.model).__name__} computes a loss in which samples cannot be told "
                 "apart: PrivateTrainer(compute_loss_func=f, ..) with an f(outputs, labels, "

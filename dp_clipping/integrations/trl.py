@@ -161,7 +161,9 @@ class PrivateSFTTrainer(_PrivateTRLTrainer, SFTTrainer):
             losses = losses * log_probs.exp().detach()
         return losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Returns a private loss; in evaluation TRL's, the mean over the tokens of a batch."""
         if not torch.is_grad_enabled():
             return SFTTrainer.compute_loss(self, model, inputs, *args, **kwargs)
@@ -263,7 +265,9 @@ class PrivateDPOTrainer(_PrivateTRLTrainer, DPOTrainer):
         log_probs, tokens = _log_probs(outputs, labels).sum(2), (labels != -100).sum(2)
         return loss_of_pairs(log_probs, tokens, reference, self.args)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Returns a private loss; in evaluation TRL's, the mean over the pairs."""
         if not torch.is_grad_enabled():
             return DPOTrainer.compute_loss(self, model, inputs, *args, **kwargs)

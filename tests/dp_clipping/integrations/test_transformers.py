@@ -140,13 +140,13 @@ def test_compute_loss_of_a_subclass(tmp_path):
     from tests.dp_clipping.integrations.conftest import arguments, privacy
 
     class Own(PrivateTrainer):
-        right = True
+        reduction = None
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             labels = inputs.pop("labels")
             logits = model(**inputs).logits
-            if not self.right:
-                return F.cross_entropy(logits, labels)
+            if self.reduction:
+                return F.cross_entropy(logits, labels, reduction=self.reduction)
             loss = self.criterion(logits, labels)
             assert isinstance(loss, PrivateLoss)
             return loss
@@ -160,9 +160,11 @@ def test_compute_loss_of_a_subclass(tmp_path):
     trainer = made()
     trainer.train()
     assert trainer.privacy_statement().steps == 3
-    Own.right = False
-    with pytest.raises(RuntimeError, match=r"loss = criterion\(model"):
-        made().train()
+    for Own.reduction in ("mean", "none"):
+        with pytest.raises(
+            ValueError, match=r"compute_loss_func=f, .* returns one loss per sample"
+        ):
+            made().train()
 
 
 def test_a_search_is_refused(tmp_path):
