@@ -20,6 +20,7 @@ from dp_clipping.capture.network import CapturedNetwork, LayerCall, plain_run
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
 from dp_clipping.clipping.accumulation import product_dtype
+from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import (
     FEW,
@@ -36,7 +37,7 @@ from dp_clipping.layers.handle import LayerState, expanded_input, expanded_outpu
 from dp_clipping.layers.recorder import Joint, Trainable
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.refusals import refuse_transforms
-from dp_clipping.torch_compat import is_in_backward
+from dp_clipping.torch_compat import every_module, is_in_backward
 from dp_clipping.trials.routing import Routing
 
 UNSURE = "unsure"
@@ -244,6 +245,28 @@ class Search:
                 hook = y.register_hook(lambda _: self.differentiated.add(handle))
                 hooks.callback(hook.remove)
 
+    def _compare_rows(self, hooks: ExitStack) -> None:
+        """Lets each captured layer compare rows around the hooks of `parallelize_module`."""
+        for module in every_module(self.capture.network):
+            handle: LayerState | None = vars(module).get("_private")
+            if handle is None or handle.inner is not None:  # whose call is within its forward
+                continue
+            inputs: list[Tensor] = []
+
+            def before(module: nn.Module, args: tuple, kwargs: dict, inputs: Any = inputs) -> None:
+                given = module._private.tensors((args, kwargs))
+                inputs[:] = [tensor_parallel.local(x) for x in given]
+
+            def after(module: nn.Module, args: tuple, output: Any, inputs: Any = inputs) -> None:
+                handle: LayerState = module._private
+                if not handle.seen(inputs):
+                    outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
+                    tensor_parallel.refuse_split_rows(handle, inputs, outputs)
+
+            hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            hooks.callback(hook.remove)
+            hooks.callback(module.register_forward_hook(after).remove)
+
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
         calls: dict[str, list[LayerCall]] = {}
@@ -271,12 +294,13 @@ class Search:
             self._note_backwards(handle, tensors_of(output), hooks)  # of packed sequences, too
             outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
             call.outputs[:] = [_if_flattened(y, batch_size, handle) for y in outputs]
-            if not handle.seen(inputs):
-                tensor_parallel.refuse_split_rows(handle, call.inputs, outputs)
             return expanded_output(handle, inputs, output, batch_size)
 
-        with ExitStack() as hooks, plain_run(self.capture, args, kwargs, watch) as found:
-            outputs = tensors_of(found)
+        with ExitStack() as hooks:
+            if any(map(is_sharded, self.capture.parameters)):
+                self._compare_rows(hooks)
+            with plain_run(self.capture, args, kwargs, watch) as found:
+                outputs = tensors_of(found)
         calls[NETWORK] = [
             LayerCall([], [_if_flattened(local(y), batch_size) for y in outputs], None)
         ]

@@ -50,11 +50,10 @@ TILES = {
         Tile(128, 256, 64, 8, 4)),
     4: (Tile(64, 64, 32, 4, 3), Tile(128, 64, 16, 8, 3, 0.9), Tile(32, 64, 32, 4, 3, 0.9)),
 }  # fmt: skip
-# Of small G from few tokens, as of the last convolutions of small networks.
+# Of small G from few tokens in 16 bit, as of the last convolutions of small networks.
 SHALLOW, LOW = 32, 64  # most tokens, and most rows of G
 SHALLOW_TILES = {
     2: (Tile(64, 128, 32, 4, 4), Tile(32, 128, 16, 2, 4, 0.78), Tile(16, 128, 32, 4, 4, 0.45)),
-    4: TILES[4],
 }  # fmt: skip
 # The same where G is not stored.
 NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][1:4])}
@@ -111,7 +110,8 @@ def _launch(
         return results, squares
     name = "instantiate" if store else "accumulate alone" if is_large else "accumulate"
     tiles = TILES if store or is_large else NORM_TILES
-    if max(tokens) <= SHALLOW and max([rows for _, rows, _ in shapes]) <= LOW:
+    is_low = max(tokens) <= SHALLOW and max([rows for _, rows, _ in shapes]) <= LOW
+    if is_low and y.element_size() == 2:
         name, tiles = f"{name} in shallow blocks", SHALLOW_TILES
     tile = tile or best_for_pairs(
         name, operands, tiles, lambda tile: _launch(operands, tile, given or store, is_large)

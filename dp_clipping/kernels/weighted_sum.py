@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import ceil_div, kept_table_on, launch, tl, triton
+from dp_clipping.kernels.launch.tiles import kept_table_on, launch, tl, triton
 
 if triton is not None:
     from dp_clipping.kernels.launch.tiles import _row_of
@@ -86,9 +86,9 @@ def _launch(
         starts.append(starts[-1] - (-size // width))
         words += [address, 0, size, group]
     batch_size, samples = coefficients.shape[1], BLOCK // width
-    splits = min(max(1, PROGRAMS // starts[-1]), ceil_div(batch_size, UNROLLED * samples))
-    share = ceil_div(batch_size, splits)
-    splits = ceil_div(batch_size, share)
+    splits = min(max(1, PROGRAMS // starts[-1]), -(-batch_size // (UNROLLED * samples)))
+    share = -(-batch_size // splits)
+    splits = -(-batch_size // share)
     parts = []
     for n, (_, total, _, _) in enumerate(rows):
         parts.append(total if splits == 1 else total.new_empty(splits, *total.shape))

@@ -52,7 +52,7 @@ OPTIMIZER, MORE, LESS, ALL = "optimizer", "other kernels: more", "other kernels:
 # The first pattern that is found in a kernel's name says what it is for. cuBLAS names products by
 # their layouts, and those of weight gradients, which go over the tokens, are NT.
 KERNELS = {
-    of.NORMS: r"^_(gram|gradients?|conv_gram|narrow)_kernel",
+    of.NORMS: r"^_(gram|gradients?|conv_gram|narrow|products)_kernel",
     of.SUMS: r"^_weighted_products?_kernel|nvjet_.*_NT[NT]$|gemm.*_nt_|splitKreduce"
     r"|wgrad|Wgrad|conv_depthwise\dd_grad_weight",
     of.LAYOUTS: r"^_pack_kernel|nchwToNhwc|nhwcToNchw|AbsMaxOps",

@@ -9,6 +9,7 @@ below 2⁻³⁸ of that becomes zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from dp_clipping.kernels.convolution.geometry import Packed, Target, places_of_pixels
 from dp_clipping.kernels.launch.tiles import (
     ALIGNMENT,
+    _holders,
     ceil_div,
-    kept_on_device,
+    held,
     launch,
     next_power_of_two,
     tl,
@@ -44,6 +46,8 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
     """
     is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
     work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y, x.device)
+    if _holders:
+        held(work.places)
     shapes, keeps = work.shapes, work.keeps
     if all(keeps):
         x, y = x.movedim(1, -1), y.movedim(1, -1)
@@ -134,7 +138,7 @@ def _lie_at(sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int])
     return all(n == 1 or s == w for n, s, w in zip(sizes, strides, wanted, strict=True))
 
 
-@kept_on_device(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _work_of(
     x: torch.Size, y: torch.Size, strides_x: tuple[int, ...], strides_y: tuple[int, ...],
     is_scaled: bool, to_x: Target, to_y: Target, device: torch.device,
