@@ -345,6 +345,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return (found.compiled if isinstance(found, Intercepted) else found) is not None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module was, by `module.compile()` or `torch.compile`."""
+    return "_torchdynamo_orig_callable" in vars(module) or is_compiled_in_place(module)
+
+
 def any_compiled(network: nn.Module) -> bool:
     """Returns whether any module of a network was, by `module.compile()` or `torch.compile`.
 

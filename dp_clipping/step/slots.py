@@ -10,13 +10,16 @@ layers. Autograd calls a node's backward when all of its gradients are there, an
 that returns. A compiled region returns all of its gradients at once in any case, and in one pass
 they are kept until the sums. But where sums are formed during backward, what each is formed of is
 freed with it, which of one node would be late: up to 4 bytes a parameter. So a node has no more
-than a part of all parameters (`NODES`). The layers of a node do not depend on how large samples
-are, since the compiler has to compile anew if other slots are the same tensor. In a sharded model
-each layer has a node, as ranks take what arrives in the order in which they gather layers.
+than a part of all parameters (`NODES`). The compiler has to compile anew if other slots are the
+same tensor. So the layers of a node do not depend on how large samples are, and all layers of a
+compiled block are of one node, or are divided alike in each block: blocks of one class share what
+is compiled. In a sharded model each layer has a node, as ranks take what arrives in the order in
+which they gather layers.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from torch import Tensor
 from dp_clipping.layers.embedding.factors import EmbeddingFactors
 from dp_clipping.layers.handle import LayerState, Site
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
-from dp_clipping.torch_compat import apply_directly, transforms_run
+from dp_clipping.torch_compat import apply_directly, is_compiled, transforms_run
 
 NODES = 8  # at most so many and a few, of about equally many parameters
 
@@ -189,11 +192,26 @@ def _dealt(capture: Any) -> Iterator[list[LayerState]]:
     """Yields the layers of each node."""
     most = sum([record.shape.numel() for record in capture.trained]) / NODES
     mine, size = list[LayerState](), 0
-    for handle in capture.handles:
-        own = sum([record.shape.numel() for record in handle.records.values()])
-        if mine and (capture.sharding is not None or size + own > most):
-            yield mine
-            mine, size = [], 0
-        mine.append(handle)
-        size += own
+    for region in _regions(capture):
+        sizes = [
+            sum([record.shape.numel() for record in handle.records.values()]) for handle in region
+        ]
+        room = most - sum(sizes)  # before the region, which begins a node if it has none
+        for handle, own in zip(region, sizes, strict=True):
+            if mine and (capture.sharding is not None or size > room or size + own > most):
+                yield mine
+                mine, size = [], 0
+            room = most
+            mine.append(handle)
+            size += own
     yield mine
+
+
+def _regions(capture: Any) -> Iterator[list[LayerState]]:
+    """Yields the layers of each outermost compiled module, and every other layer alone."""
+    owners: dict[Any, Any] = {}
+    for module in filter(is_compiled, capture.network.modules()):
+        for one in module.modules():
+            owners.setdefault(id(vars(one).get("_private")), id(module))
+    for _, region in groupby(capture.handles, lambda handle: owners.get(id(handle), id(handle))):
+        yield list(region)

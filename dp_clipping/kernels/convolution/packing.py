@@ -139,6 +139,12 @@ def _lie_at(sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int])
 
 
 @lru_cache(maxsize=1024)
+def _places_on(device: torch.device, pixels: tuple[int, ...], to: Target) -> Tensor:
+    """Returns `places_of_pixels`, which batches of all sizes share."""
+    return places_of_pixels(pixels, to).to(device)
+
+
+@lru_cache(maxsize=1024)
 def _work_of(
     x: torch.Size, y: torch.Size, strides_x: tuple[int, ...], strides_y: tuple[int, ...],
     is_scaled: bool, to_x: Target, to_y: Target, device: torch.device,
@@ -164,7 +170,7 @@ def _work_of(
         counts.append(
             0 if keeps[-1] else pictures * ceil_div(count, BLOCK) * ceil_div(channels, block)
         )
-        tables.append(places_of_pixels(tuple(pixels), to).to(device) if is_placed else None)
+        tables.append(_places_on(device, (*pixels,), to) if is_placed else None)
         numbers += channels, count, *places, prod(to.grid.sizes) if is_placed else count
         numbers += to.pictures, to.shape(pictures)[1], channels // to.groups, to.width
         constants |= {

@@ -1,5 +1,6 @@
 """Slots of a step in whose network something is compiled."""
 
+import copy
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -73,7 +74,9 @@ def test_layers_of_a_node(sharding):
     sizes = (100, 3, 4, 5, 6, 7, 8, 9, 1, 300, 30, 30, 30)
     records = [SimpleNamespace(shape=torch.Size([n])) for n in sizes]
     handles = [SimpleNamespace(records={"weight": one}) for one in records]
-    capture = SimpleNamespace(handles=handles, trained=records, sharding=sharding)
+    capture = SimpleNamespace(
+        network=nn.Module(), handles=handles, trained=records, sharding=sharding
+    )
     nodes = list(slots._dealt(capture))
     assert [handle for node in nodes for handle in node] == handles
     found = [[handle.records["weight"].shape[0] for handle in node] for node in nodes]
@@ -82,3 +85,22 @@ def test_layers_of_a_node(sharding):
         assert found == [[100], [3, 4, 5, 6, 7, 8, 9, 1], [300], [30, 30], [30]]
     else:
         assert len(found) == len(sizes)
+
+
+@pytest.mark.parametrize("blocks", [3, 12])
+def test_blocks_of_one_class_are_compiled_once(blocks):
+    """Which of a block's slots are one tensor is the same in each: the compiler looks at that."""
+    layers = [nn.Linear(5, 5) for _ in range(4)]
+    network = nn.Sequential(
+        nn.Linear(3, 5), *(nn.Sequential(*copy.deepcopy(layers)) for _ in range(blocks))
+    )
+    for block in network[1:]:
+        block.compile(backend="eager")
+    nodes = list(slots._dealt(private(network, "bookkeeping", 0.5).capture))
+    number = {handle.name: n for n, node in enumerate(nodes) for handle in node}
+    alike = set()
+    for n in range(1, blocks + 1):
+        own = [number[f"{n}.{k}"] for k in range(4)]
+        alike.add(tuple(one - own[0] for one in own))
+    assert len(alike) == 1
+    assert len(nodes) > 2

@@ -1,9 +1,11 @@
 """Operands with the channels last, at their places on a grid."""
 
 from itertools import product
+from unittest.mock import patch
 
 import torch
 
+from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.geometry import ONE, Grid, Target
 from dp_clipping.kernels.convolution.packing import pack
 from tests.support.kernel_cases import Place, on_kernels
@@ -46,6 +48,17 @@ def test_places(place: Place) -> None:
                 bound = 2.0**-10 if tf32 else 0
                 wanted = expected.view(back.shape)
                 assert ((back - wanted).abs() <= bound * wanted.abs()).all()
+
+
+def test_batches_of_other_sizes_have_the_same_places() -> None:
+    """No batch of a new size makes the host wait for a copy."""
+    to_x = Target(1, 1, 8, Grid(ONE, (1, 7, 11)), (0, 3, 1))  # of no other test
+    to_y = Target(1, 1, 8, Grid(ONE, (1, 7, 11)))
+    with patch.object(packing, "places_of_pixels", wraps=packing.places_of_pixels) as made:
+        for size in range(1, 4):
+            x, y = torch.ones(size, 5, 1, 4, 9), torch.ones(size, 5, 1, 5, 9)
+            packing._work_of(x.shape, y.shape, x.stride(), y.stride(), False, to_x, to_y, x.device)
+    assert made.call_count == 2
 
 
 def place_in_float64(x: torch.Tensor, result: torch.Tensor, to: Target) -> None:
