@@ -90,7 +90,7 @@ class LayoutDiscovery:
         self._forecaster = Forecaster(capture, self._search.observe)
         self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
-        self._unsettled = 0  # checks of batches without
+        self._unsettled = 0  # checks of large enough batches without
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch.
@@ -350,9 +350,10 @@ class LayoutDiscovery:
         else:
             raise failure
         self._is_settled = max(self._company.of_all_ranks(len(distinct))) == PLACES
-        self._unsettled += not self._is_settled
-        if self._unsettled == TOLD_AT and batch.size >= PLACES:
-            warnings.warn(ALIKE, stacklevel=2)
+        if not self._is_settled and batch.size >= PLACES:
+            self._unsettled += 1
+            if self._unsettled == TOLD_AT:
+                warnings.warn(ALIKE, stacklevel=2)
 
     # ---- state from batch to batch -----------------------------------------------------------
 

@@ -147,8 +147,7 @@ class ForwardBackward:
         private_step.end_forward()
         self.state.pending = private_step
         if self.state.usage.is_part(given.size):
-            own = set(map(id, given.leaves))  # of bags the rows are copies
-            rows = [(x, dim) for x, dim in given.rows() if id(x) in own]
+            rows = given.rows_beside_bags()
             private_step.slices = slices_of(rows, [version_of(x) for x, _ in rows])
         if check is not None:
             private_step.watched = Watched(output, self._establishment.layouts_of(output), check)

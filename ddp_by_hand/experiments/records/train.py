@@ -194,9 +194,9 @@ def ours(row: Row, network: nn.Module, split: Split, sigma: float, seed: int) ->
         warnings.filterwarnings("ignore", message=FIXED_SEED)
         warnings.filterwarnings("ignore", message=".*runs as bookkeeping")
         model, optimizer, criterion, loader = engine.make_private(
-            module=network, optimizer=optimizer_of(row, network), criterion=nn.CrossEntropyLoss(),
-            data_loader=gathered(row, split), noise_multiplier=sigma, max_grad_norm=row.clip,
-            expected_batch_size=round(mean), examples_per_unit=row.views, cuda_graph=is_graph,
+            module=network, optimizer=optimizer_of(row, network, is_graph),
+            criterion=nn.CrossEntropyLoss(), data_loader=gathered(row, split),
+            noise_multiplier=sigma, max_grad_norm=row.clip, expected_batch_size=round(mean), examples_per_unit=row.views, cuda_graph=is_graph,
             noise_generator=torch.Generator().manual_seed(seed), **arguments,
         )  # fmt: skip
 
@@ -280,8 +280,8 @@ def opacus(row: Row, network: nn.Module, split: Split, sigma: float, seed: int) 
 STEPS = {OURS: ours, OPACUS: opacus}
 
 
-def optimizer_of(row: Row, network: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(row: Row, network: nn.Module, is_graph: bool = False) -> torch.optim.Optimizer:
     trained = [p for p in network.parameters() if p.requires_grad]
     if row.optimizer == "adam":
-        return torch.optim.Adam(trained, lr=row.rate, capturable=trained[0].is_cuda)
+        return torch.optim.Adam(trained, lr=row.rate, capturable=is_graph)
     return torch.optim.SGD(trained, lr=row.rate, momentum=row.momentum)

@@ -196,6 +196,12 @@ class Batch:
         """Returns each tensor with a row for each sample, and the dimension that counts them."""
         return [(x, dim) for x, dim in self._opened if dim is not None]
 
+    def rows_beside_bags(self) -> list[tuple[Tensor, int]]:
+        """Returns the same of the tensors that are in no bag, as they were given."""
+        in_bags = set().union(*[one.leaves for one in self.bags])
+        beside = [x for n, x in enumerate(self.leaves) if n not in in_bags]
+        return [(x, self._dim(x)) for x in beside if self._has_samples(x)]
+
     @property
     def has_floats(self) -> bool:
         """Returns whether any of the samples' tensors has floating-point numbers."""

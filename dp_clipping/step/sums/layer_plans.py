@@ -207,7 +207,7 @@ class FusedPlans(PlainPlans):
         context = self._context
         if not context.reducer.splits_parameters:
             return False
-        return context.sharding is None or not context.sharding.parts[record.parameter].split
+        return not context.sharding.parts[record.parameter].split
 
     def choice_of(self, record: Trainable, pair: tuple[Tensor, Tensor]) -> LayerPlan:
         """Returns how the factors of a weight are handled; `pair`: [B, T, d] and [B, T, p]."""
