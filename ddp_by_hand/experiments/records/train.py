@@ -196,7 +196,8 @@ def ours(row: Row, network: nn.Module, split: Split, sigma: float, seed: int) ->
         model, optimizer, criterion, loader = engine.make_private(
             module=network, optimizer=optimizer_of(row, network, is_graph),
             criterion=nn.CrossEntropyLoss(), data_loader=gathered(row, split),
-            noise_multiplier=sigma, max_grad_norm=row.clip, expected_batch_size=round(mean), examples_per_unit=row.views, cuda_graph=is_graph,
+            noise_multiplier=sigma, max_grad_norm=row.clip, expected_batch_size=round(mean),
+            examples_per_unit=row.views, cuda_graph=is_graph,
             noise_generator=torch.Generator().manual_seed(seed), **arguments,
         )  # fmt: skip
 
