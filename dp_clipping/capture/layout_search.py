@@ -263,9 +263,9 @@ class Search:
                     outputs = [tensor_parallel.local(y) for y in handle.tensors(output)]
                     tensor_parallel.refuse_split_rows(handle, inputs, outputs)
 
-            hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            hooks.callback(hook.remove)
-            hooks.callback(module.register_forward_hook(after).remove)
+            first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            for one in (first, module.register_forward_hook(after)):
+                hooks.callback(one.remove)
 
     def observe(self, args: tuple, kwargs: dict, batch_size: int) -> dict[str, list[LayerCall]]:
         """Returns name of a layer -> its calls in a plain forward of `batch_size` samples."""
