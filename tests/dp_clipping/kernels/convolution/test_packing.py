@@ -32,11 +32,12 @@ def test_places(place: Place) -> None:
         to_y = Target(
             to_x.pictures, 1, 72, Grid(ONE, (1, 10, 9)), rows=(to_x.pictures - 1) * 90 + 80
         )
+        wholes = [torch.zeros(to.shape(2), dtype=torch.float64) for to in (to_x, to_y)]
+        for given, whole, to in zip((x, y), wholes, (to_x, to_y), strict=True):
+            place_in_float64(given.cpu().double(), whole, to)
         for of_x, of_y in product(layouts, repeat=2):
             found = pack(of_x(x), of_y(y), to_x, to_y, tf32)
-            for one, given, to in zip(found[:2], (x, y), (to_x, to_y), strict=True):
-                expected = torch.zeros(to.shape(2), dtype=torch.float64)
-                place_in_float64(given.cpu().double(), expected, to)
+            for one, expected, to in zip(found[:2], wholes, (to_x, to_y), strict=True):
                 assert one.is_contiguous()
                 back = one.cpu().double()
                 if tf32:  # a power of two for each sample, groups of which are side by side
