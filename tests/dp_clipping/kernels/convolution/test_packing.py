@@ -13,7 +13,9 @@ from tests.support.kernel_cases import Place, on_kernels
 TARGETS = [
     Target(1, 1, 5, Grid(ONE, (2, 3, 4))),
     Target(2, 1, 8, Grid(ONE, (6, 5, 10)), (2, 1, 3)),
-    Target(1, 5, 8, Grid((1, 2, 3), (2, 2, 2)), (0, 1, 2), (1, 2, 3)),  # not all pixels have places
+    # Not all pixels have places, for want of sizes or of phases.
+    Target(1, 5, 8, Grid((1, 2, 3), (2, 2, 2)), (0, 1, 2), (1, 2, 3)),
+    Target(1, 5, 8, Grid((1, 1, 2), (2, 2, 2)), (0, 1, 2), (1, 2, 3)),
 ]
 
 
