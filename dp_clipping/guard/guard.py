@@ -360,7 +360,8 @@ class LayoutDiscovery:
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
         with plain_run(self._capture, args, kwargs, keeps_state=True) as outputs:
-            ends = [y.float().square().sum() for y in tensors_in(outputs)]  # gradients by samples
+            # Squares, so that gradients depend on the samples.
+            ends = [y.float().square().sum() for y in tensors_in(outputs)]
             return outputs, gradients_of(ends, self._capture.parameters)
 
     def _ensure_together(self, batch: Batch) -> None:

@@ -118,7 +118,7 @@ def test_ctc_is_reduced_as_pytorch_does(reduction):
 
 
 def test_a_loss_of_several_forwards_is_refused_with_what_works(run):
-    """As of a triplet, or of two branches of a Siamese network."""
+    """Refuses what a triplet, or two branches of a Siamese network, would need."""
     run.criterion.criterion = nn.MSELoss()
     x = engine.data()[:5][0]
     one, other = run.model(x), run.model(x)

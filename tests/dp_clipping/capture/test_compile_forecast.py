@@ -25,7 +25,7 @@ def test_plans_are_made_for_the_next_power_of_two(size, planned):
 
 
 def test_shapes_of_units_are_found_once():
-    """What follows from them is kept by them."""
+    """Returns the same object for one number of examples, which keeps what follows from it."""
     linear, table = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
     shapes = CompiledShapes({linear: LinearShape("w", 1, 7, 3, 2, 4, 4)}, {}, 5, {table: 4})
     assert shapes.of_units(1) is shapes

@@ -147,7 +147,7 @@ def test_layers_are_computed_in_float32_where_it_is_said(layers):
 
 @pytest.mark.parametrize("own", ["tf32", "ieee"])
 def test_a_network_can_read_the_older_setting_of_layers_meanwhile(own):
-    """As Hugging Face's do for CTC. PyTorch refuses that where the newer settings say otherwise."""
+    """Reads the older settings in full float32, as Hugging Face's CTC losses do."""
     cudnn = torch.backends.cudnn
     before, cudnn.conv.fp32_precision = cudnn.conv.fp32_precision, own
     try:

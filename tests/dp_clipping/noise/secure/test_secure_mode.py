@@ -156,7 +156,7 @@ def test_no_noise_and_no_privacy_are_what_they_were():
 
 
 def test_pieces_are_divided_where_nothing_is_changed_in_place():
-    """Of a rank's part of the gradients, where the source returns other tensors without noise."""
+    """Adds noise to a rank's part, where the source returns other tensors without noise."""
     run = runs.build(engine=SECURE(), noise_multiplier=0.0)
     runs.backward(run, runs.data()[:5])
     weight, sums = run.network[0].weight, run.network[0].weight.grad.clone()
