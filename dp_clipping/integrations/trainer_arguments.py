@@ -43,6 +43,16 @@ STILL = (
 )
 
 
+class NotLogged(float):
+    """A loss that is not shown, since ε does not cover it: as a number NaN, printed as words."""
+
+    def __repr__(self) -> str:
+        return "not shown: PrivacyArguments(log_unprotected=True)"
+
+    def __format__(self, specification: str) -> str:
+        return repr(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrivacyArguments:
     """How private the training of a `PrivateTrainer` is; beside its `TrainingArguments`.

@@ -16,6 +16,7 @@ from dp_clipping.build import noise_for_target
 from dp_clipping.engine import PrivacyEngine
 from dp_clipping.integrations.logical_batches import LogicalBatches, Microbatches
 from dp_clipping.integrations.trainer_arguments import (
+    NotLogged,
     PrivacyArguments,
     adapters_of,
     arguments_of_loop,
@@ -48,16 +49,6 @@ NO_LOSS = (
     "loss a sample"
 )
 UNPROTECTED = ("loss", "train_loss", "total_flos", "num_input_tokens_seen")
-
-
-class NotLogged(float):
-    """A loss that is not shown, since ε does not cover it: as a number NaN, printed as words."""
-
-    def __repr__(self) -> str:
-        return "not shown: PrivacyArguments(log_unprotected=True)"
-
-    def __format__(self, specification: str) -> str:
-        return repr(self)
 
 
 class PrivateTrainer(Trainer):

@@ -7,14 +7,12 @@ side by side are one unit of privacy, the rows must have the samples' order, too
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from dp_clipping.sampling.alone import (
     PLAIN,
@@ -153,26 +151,6 @@ class CheckedCollate:
         """Raises ValueError as a call does; returns whether the samples differ."""
         with CollateState(self.collate_fn) as state:
             return _Check(self, samples, state).run()
-
-
-def _collated(
-    collate_fn: Callable[[list], Any], checked: CheckedCollate | None, samples: list
-) -> Collated:
-    """Collates samples by a function around `checked`, with what that has collated alone."""
-    batch, alone = collate_fn(samples), None
-    if checked is not None and len(samples):
-        alone, checked.alone = checked.alone, None
-    return batch, alone
-
-
-@contextmanager
-def sending(loader: DataLoader, checked: CheckedCollate | None) -> Iterator[None]:
-    """Enters a context in which the loader begins iterations that yield `Collated`."""
-    own, loader.collate_fn = loader.collate_fn, partial(_collated, loader.collate_fn, checked)
-    try:
-        yield
-    finally:
-        loader.collate_fn = own
 
 
 class _Check:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dp_clipping.sampling.collate import CollateWithEmpty
-from dp_clipping.sampling.collate_check import CheckedCollate, sending
+from dp_clipping.sampling.collate_check import CheckedCollate, Collated
 from dp_clipping.sampling.given_loader import check_loader, kept_options
 from dp_clipping.sampling.poisson import PoissonSampler, Scheme, Uncopied
 from dp_clipping.sampling.units import Units
@@ -51,6 +52,26 @@ PREPARED = (
     "data_loader=loader, ..) with what was not prepared, and use what it returns; in place of "
     "accelerator.accumulate(model) use BatchMemoryManager"
 )
+
+
+def _collated(
+    collate_fn: Callable[[list], Any], checked: CheckedCollate | None, samples: list
+) -> Collated:
+    """Collates samples by a function around `checked`, with what that has collated alone."""
+    batch, alone = collate_fn(samples), None
+    if checked is not None and len(samples):
+        alone, checked.alone = checked.alone, None
+    return batch, alone
+
+
+@contextmanager
+def sending(loader: DataLoader, checked: CheckedCollate | None) -> Iterator[None]:
+    """Enters a context in which the loader begins iterations that yield `Collated`."""
+    own, loader.collate_fn = loader.collate_fn, partial(_collated, loader.collate_fn, checked)
+    try:
+        yield
+    finally:
+        loader.collate_fn = own
 
 
 class PoissonLoader(Uncopied, DataLoader):

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from dp_clipping.kinds import instance_of, whole
 from dp_clipping.sampling.collate import PaddedCollate
-from dp_clipping.sampling.collate_check import sending
 from dp_clipping.sampling.given_loader import kept_options
-from dp_clipping.sampling.loader import PoissonLoader
+from dp_clipping.sampling.loader import PoissonLoader, sending
 from dp_clipping.sampling.poisson import PoissonSampler, Uncopied
 from dp_clipping.sampling.units import fill_of, units_in
 from dp_clipping.sampling.usage import Ticket

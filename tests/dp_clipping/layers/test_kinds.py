@@ -48,7 +48,7 @@ def changed(layer: nn.Module, change) -> nn.Module:
 
 
 def compute_a_weight(cell: nn.RNNCell) -> None:
-    """Replaces a method on the instance, as a hook does."""
+    """Replaces a weight by a tensor that is computed of another parameter, as a hook does."""
     raw = cell.weight_hh
     del cell.weight_hh
     cell.register_parameter("raw", raw)

@@ -61,6 +61,15 @@ def test_what_slots_are_is_found_once_for_a_batch_size():
         assert new.call_count == 3
 
 
+def test_a_weight_that_backward_does_not_reach_is_not_among_those_used():
+    """Else the count of uses would be too small, and all samples would be left out."""
+    found = []
+    step = SimpleNamespace(counted=lambda *counted: found.append(counted), take=None)
+    ctx = SimpleNamespace(rest=(step, slots.Node(counted={"reached": 1, "not reached": 2})))
+    slots.SlotNode.backward(ctx, count := torch.ones(1), torch.zeros(1), None)
+    assert found == [(frozenset(["reached", "not reached"]), count, 1)]
+
+
 def test_another_backward_is_refused():
     model = compiled(zoo.seeded(Partly))
     clipped_sums(model, BATCH, zoo.product)
