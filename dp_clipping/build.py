@@ -24,6 +24,7 @@ from dp_clipping.distributed.detect import sharding_of
 from dp_clipping.distributed.dtensor import is_fsdp2, size_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.model import PrivateModel
+from dp_clipping.noise import fused_update
 from dp_clipping.noise.add_noise import source_of
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.keys import Keys
@@ -93,6 +94,8 @@ def ranks_of(settings: Settings) -> Ranks:
             )
     if settings.cuda_graph:
         cuda_graph.refuse(settings, ranks)
+    if settings.fused_step and is_private:
+        fused_update.refuse(settings, ranks)
     return ranks
 
 

@@ -128,6 +128,7 @@ class PrivacyEngine(Checkpoints, Audits):
         adaptive_threshold: AdaptiveThreshold | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
         cuda_graph: bool = False,
+        fused_step: bool = False,
         sample_rate: float | None = None,
         steps: int | None = None,
         noise_mechanism: str | CorrelatedNoise = "gaussian",
@@ -183,6 +184,7 @@ class PrivacyEngine(Checkpoints, Audits):
                 it and other samples. Its parameters become those of the group's first rank.
             cuda_graph: whole steps are to run as one CUDA graph: `step = optimizer.graphed(body)`.
                 On one GPU, in mode `flash_bookkeeping`, with an optimizer that is capturable.
+            fused_step: the noise's kernel takes the step of AdamW, Adam or SGD; `.grad` stays None.
             sample_rate: probability q of each sample to be in a batch, as a public constant.
                 Default: 1 / len(data_loader), which depends on the size of the data. A sample more
                 or less can change it, and the guarantee then covers only data of one size.
@@ -206,8 +208,7 @@ class PrivacyEngine(Checkpoints, Audits):
                 (every unit in one batch of each epoch, which it chooses at random); `"cyclic"`
                 (every unit in the same batch of each epoch; ε is for replacing a unit by an empty
                 one). See docs/mechanisms.md.
-            max_batch_size: the most units of a batch, of all ranks together; of more a random
-                subset is kept.
+            max_batch_size: most units of a batch, of all ranks; of more a random subset is kept.
             views: v, augmentation multiplicity (De et al. 2022, arXiv:2204.13650): the data set is
                 asked v times for each sample of a batch, and the mean gradient of these v rows is
                 clipped. ε is as without. Batch sizes and the divisor count samples, and the rows of

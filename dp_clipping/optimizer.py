@@ -83,6 +83,8 @@ class PrivateOptimizer(Optimizer):
         self._count, self._cuda_graph = count, settings.cuda_graph
         self._runs_hooks = False
         self.noise = GradientNoise(model, noise_key, settings.adaptive_threshold, noise_source)
+        if settings.fused_step and model.policy is not None:
+            self.noise.fused_with = self.original_optimizer
         self.fixed_settings = FixedSettings(self, agreement)
         self._held: list[Any] = []  # parameters, when they were looked at last
         self._not_trained: list[Any] = []  # those of them that are not the model's
@@ -243,6 +245,8 @@ class PrivateOptimizer(Optimizer):
         self._prepare()
         self.step_state.apply()
         self.original_optimizer.step()
+        if self.noise.fused_with is not None:
+            self.model.gradient_buffer.drop(self.model.capture.parameters)
         self.step_state.batch_number = None
         for listener in self.listeners:
             listener(self)
@@ -267,8 +271,13 @@ class PrivateOptimizer(Optimizer):
         gradients only, such as clipping their total norm. False for a step that is skipped.
 
         Raises:
-            RuntimeError: if no backward has been since the last step.
+            RuntimeError: if no backward has been since the last step, or with `fused_step=True`.
         """
+        if self.noise.fused_with is not None:
+            raise RuntimeError(
+                "fused_step=True forms no noisy gradients that pre_step() could leave in .grad: "
+                "call make_private without it"
+            )
         if self.step_state.skips_next:
             return False
         self._prepare()

@@ -41,6 +41,7 @@ from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
 
 BASELINE = "ordinary"
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
+FUSED_STEP = "_fused_step"  # the same: fused_step=True
 
 
 @dataclass(frozen=True)

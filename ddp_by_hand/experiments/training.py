@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ddp_by_hand.experiments.rounds import BASELINE, PER_LAYER
+from ddp_by_hand.experiments.rounds import BASELINE, FUSED_STEP, PER_LAYER
 
 OPACUS = "opacus_"  # in front of the name of one of its modes
 Batch = tuple[Tensor, Tensor]
@@ -64,6 +64,9 @@ class ClassifierTraining:
         if variant == BASELINE:
             return
         engine = import_module("opacus" if variant.startswith(OPACUS) else "dp_clipping")
+        if variant.endswith(FUSED_STEP):
+            variant = variant.removesuffix(FUSED_STEP)
+            options["fused_step"] = True
         self.make_private(
             engine.PrivacyEngine(accountant="rdp"), samples, noise_multiplier=1.0,
             max_grad_norm=1.0, clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",

@@ -75,8 +75,8 @@ def _entries(wanted: str) -> Argument:
 FLAG = instance_of(bool, "True or False")
 FLAGS = (
     "new_keys", "strict", "assign", "set_to_none", "do_skip", "secure_mode", "hide_unprotected",
-    "batch_first", "poisson_sampling", "wrap_model", "rand_on_empty", "cuda_graph", "stop",
-    "pad_batches", "log_unprotected",
+    "batch_first", "poisson_sampling", "wrap_model", "rand_on_empty", "cuda_graph", "fused_step",
+    "stop", "pad_batches", "log_unprotected",
 )  # fmt: skip
 OPTIONS = (
     "module_state_dict_kwargs", "module_load_dict_kwargs", "torch_save_kwargs", "torch_load_kwargs",

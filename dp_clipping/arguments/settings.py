@@ -27,7 +27,7 @@ SAVED = (
 )  # fmt: skip
 """Names the settings that a checkpoint has as given; `public` adds those in another form."""
 
-COMPARED = ("batch_first", "rand_on_empty", "norm_algorithm", "norm_reduction")
+COMPARED = ("batch_first", "rand_on_empty", "norm_algorithm", "norm_reduction", "fused_step")
 """Names the settings that ranks compare beside those."""
 
 
@@ -58,6 +58,7 @@ class Settings(Sampled):
     norm_algorithm: str
     norm_reduction: str
     cuda_graph: bool
+    fused_step: bool
     noise_generator: torch.Generator | None = None
     expected_batch_size: Any = None  # a number, once `with_batch_size` has asked the loader
     memory_budget: int | None = None
@@ -93,6 +94,8 @@ class Settings(Sampled):
              'noise_mechanism="gaussian"'),
             (self.cuda_graph, "cuda_graph=True, which draws noise of another generator: leave it "
              "out"),
+            (self.fused_step, "fused_step=True, whose kernel draws noise of another generator: "
+             "leave it out"),
             (self.sampling != "poisson",
              f"sampling={self.sampling!r}, for which secure noise has no account: give "
              'sampling="poisson"'),
@@ -105,6 +108,9 @@ class Settings(Sampled):
             (is_other and self.cuda_graph,
              f"noise_mechanism {noise!r} does not go with cuda_graph=True, whose kernel makes "
              f"independent Gaussian noise: {instead}"),
+            (isinstance(noise, str) and is_other and self.fused_step,
+             f"noise_mechanism {noise!r} does not go with fused_step=True, whose kernel makes "
+             f"Gaussian noise: {instead}"),
             *((self.secure_mode and holds,
                f"secure_mode=True does not go with {what}, or build PrivacyEngine()")
               for holds, what in of_secure),

@@ -23,6 +23,7 @@ from dp_clipping.validation import replicas
 
 REFUSED = {
     "cuda_graph": "leave it out: `.grad` is read after each step",
+    "fused_step": "leave it out: `.grad` is read after each step",
     "data_parallel_group": "leave it out: an audit runs in one process",
     "examples_per_step": "leave it out, and give examples_per_unit: runs without a unit number the "
     "others anew, which then give other examples",

@@ -13,6 +13,7 @@ from torch import Tensor
 from dp_clipping.distributed.placement import Place
 from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.correlated import CorrelatedNoise
+from dp_clipping.noise.fused_update import Update
 from dp_clipping.noise.gaussian import (
     CHUNK,
     GAUSSIAN,
@@ -31,6 +32,7 @@ def add_noise_to_all(
     dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
     table: kernels.StreamTable | None = None, values: Values = GAUSSIAN,
     earlier: Sequence[tuple[float, list[NoiseStream]]] = (),
+    updates: Sequence[Update | None] = (),
 ) -> list[Tensor]:  # fmt: skip
     """Returns `(total + std·(z + Σ w·z')) / divisor` of each total, in few launches and in order.
 
@@ -49,9 +51,10 @@ def add_noise_to_all(
             none of earlier steps.
         values: how words become z; kernels make normal numbers alone.
         earlier: each w, and a stream of z' per total, if noise of earlier steps is added again.
+        updates: of totals whose result updates a parameter at once, how; see `fused_update`.
 
     Returns:
-        Contiguous tensors.
+        Contiguous tensors; the parameter itself where it has been updated.
 
     Raises:
         ValueError: a negative or non-finite `std`, or a `divisor` that is not positive and finite.
@@ -61,27 +64,33 @@ def add_noise_to_all(
     assert {total.dtype for total in totals} <= {torch.float32, torch.float64}
     places = [None] * len(totals) if places is None else places
     totals = list(map(Tensor.contiguous, totals))
-    results = [
-        total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-        for total, dtype in zip(totals, dtypes, strict=True)
-    ]
-    alike: dict[tuple, list[int]] = {}
-    for i, (total, dtype, place) in enumerate(zip(totals, dtypes, places, strict=True)):
-        alike.setdefault((total.dtype, dtype, total.device, place is None), []).append(i)
-    for (*_, are_whole), numbers in alike.items():
+    updates = updates or [None] * len(totals)
+    results, alike = [], dict[tuple, list[int]]()
+    for i, (total, dtype, place, update) in enumerate(
+        zip(totals, dtypes, places, updates, strict=True)
+    ):
+        rule = None if update is None else update.rule
+        alike.setdefault((rule, total.dtype, dtype, total.device, place is None), []).append(i)
+        if update is not None:
+            results.append(update.weight)
+        else:
+            is_same = total.dtype == dtype
+            results.append(total if is_same else torch.empty_like(total, dtype=dtype))
+    for (rule, *_, are_whole), numbers in alike.items():
         sums, noisy = [totals[i] for i in numbers], [results[i] for i in numbers]
         own = [streams[i] for i in numbers]
         more = [(weight, [others[i] for i in numbers]) for weight, others in earlier]
-        if std == 0:
+        if std == 0 and rule is None:
             for total, result in zip(sums, noisy, strict=True):
                 torch.div(total, divisor, out=result)
-        elif values is GAUSSIAN and kernels.serves(sums[0]):
+        elif rule is not None or (values is GAUSSIAN and kernels.serves(sums[0])):
             make = None if table is None else partial(table.take, numbers)
             own_places: Any = None if are_whole else [places[i] for i in numbers]
             with torch.cuda.device_of(sums[0]):
                 kernels.add_noise_kernel_launch(
-                    sums, noisy, own, own_places, std, divisor, make, more
-                )
+                    sums, noisy, own, own_places, std, divisor, make, more,
+                    [] if rule is None else [updates[i] for i in numbers],
+                )  # fmt: skip
         elif are_whole and not more:
             _add_noise_plain_to_wholes(sums, noisy, own, std, divisor, values)
         else:
@@ -156,7 +165,7 @@ class AddressedNoise:
     def add(
         self, totals: list[Tensor], parameters: Sequence[str], *, key: bytes, step: int, std: float,
         divisor: float, dtypes: list[torch.dtype], places: Sequence[Place | None] | None = None,
-        table: kernels.StreamTable | None = None,
+        table: kernels.StreamTable | None = None, updates: Sequence[Update | None] = (),
     ) -> list[Tensor]:  # fmt: skip
         """Returns (total + std·Σ_j w_j z_{step-j}) / divisor of each total; one pass over them.
 
@@ -164,7 +173,7 @@ class AddressedNoise:
             parameters: the full name of the parameter that each total belongs to.
             key: the noise key of the run, 32 bytes.
             step: the optimizer step, from 0.
-            totals, std, divisor, dtypes, places, table: as of `add_noise_to_all`.
+            totals, std, divisor, dtypes, places, table, updates: as of `add_noise_to_all`.
         """
         streams = partial(NoiseStream.derive_all, key, parameters=parameters, share=0)
         earlier = []
@@ -173,7 +182,7 @@ class AddressedNoise:
             earlier = [(weight, streams(step=step - j)) for j, weight in enumerate(weights, 1)]
         return add_noise_to_all(
             totals, streams(step=step), std=std, divisor=divisor, dtypes=dtypes, places=places,
-            table=table, values=self.values, earlier=earlier,
+            table=table, values=self.values, earlier=earlier, updates=updates,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ from dp_clipping.kernels.launch.tiles import ceil_div, kept_on_device, launch, t
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.noise.registers import _noise_of, _quotient
+    from dp_clipping.noise.registers import _noise_of, _numbers_of_update, _quotient, _update
 
 BLOCK = 256  # counters of one program; each gives four values
 LOOPS = 16  # blocks of one program where many tensors share a launch
 ROW_WORDS = 6  # address of the sum, of the result, size, seed, two counter words
+UPDATE_WORDS = 10  # of `fused_update.Update.row`
 RUN_WORDS = 11  # those, then counters in all, length of a row, counters of a row, stride, offset
 EARLIER_WORDS = 4  # behind a row, for each earlier stream: seed, two counter words, weight's bits
 
@@ -93,6 +95,7 @@ def add_noise_kernel_launch(
     totals: list[Tensor], outs: list[Tensor], streams: Sequence[Stream],
     places: Sequence[Place] | None, std: float, divisor: float,
     make_table: Callable[[list[list[int]]], Tensor] | None = None, earlier: Earlier = (),
+    updates: Sequence[Any] = (),
 ) -> None:  # fmt: skip
     """Launches `out ← (total + std·(z + Σ w·z')) / divisor`, cast last, for many tensors.
 
@@ -111,6 +114,8 @@ def add_noise_kernel_launch(
         places: where each total lies in its parameter; None: all are whole parameters.
         make_table: takes the rows of whole parameters to the device; default: copies them.
         earlier: further noise, which is generated in the same registers and added with its weight.
+        updates: of each total a `fused_update.Update`, all of one rule, if the result is not to be
+            written, but to update what is in `outs`: the parameters.
     """
     words, device, dtype = _words_in_rows(streams), totals[0].device, outs[0].dtype
     behind = _earlier_words(earlier) if earlier else [[]] * len(totals)
@@ -120,10 +125,14 @@ def add_noise_kernel_launch(
             [total.data_ptr(), out.data_ptr(), n, *own, *more]
             for total, out, n, own, more in zip(totals, outs, sizes, words, behind, strict=True)
         ]
-        _launch(device, dtype, "whole", rows, sizes, std, divisor, len(earlier), make_table)
+        of_updates = [update.row() for update in updates]
+        _launch(
+            device, dtype, "whole", rows, sizes, std, divisor, len(earlier), make_table,
+            _rule(updates), of_updates,
+        )  # fmt: skip
         return
     for kind in ("aligned", "rows"):
-        rows, sizes = [], []
+        rows, sizes, of_updates = [], [], []
         for i, place in enumerate(places):
             for run in place:
                 if _is_aligned(run) != (kind == "aligned"):
@@ -131,7 +140,15 @@ def add_noise_kernel_launch(
                 width = ceil_div(run.length + (0 if kind == "aligned" else 3), 4)
                 rows.append([*run_row(totals[i], outs[i], run, width, words[i]), *behind[i]])
                 sizes.append(4 * run.count * width)
-        _launch(device, dtype, kind, rows, sizes, std, divisor, len(earlier))
+                of_updates += [updates[i].row(run.local_start)] if updates else []
+        _launch(
+            device, dtype, kind, rows, sizes, std, divisor, len(earlier), None,
+            _rule(updates), of_updates,
+        )  # fmt: skip
+
+
+def _rule(updates: Sequence[Any]) -> str:
+    return updates[0].rule if updates else "none"
 
 
 def run_row(total: Tensor, out: Tensor, run: Span, width: int, words: Iterable[int]) -> list[int]:
@@ -146,7 +163,7 @@ def run_row(total: Tensor, out: Tensor, run: Span, width: int, words: Iterable[i
 def _launch(
     device: torch.device, dtype: torch.dtype, kind: str, rows: list[list[int]], sizes: list[int],
     std: float, divisor: float, earlier: int,
-    make_table: Callable[[list[list[int]]], Tensor] | None = None,
+    make_table: Callable[[list[list[int]]], Tensor] | None, rule: str, updates: list[list[int]],
 ) -> None:  # fmt: skip
     """Launches the kernel for rows of one kind, of which each has so many values."""
     pieces = pieces_of(tuple(sizes), device) if sizes else None
@@ -154,10 +171,14 @@ def _launch(
         return
     launch(
         _add_noise_kernel, (len(pieces),),
-        (table_on(device, rows) if make_table is None else make_table(rows), pieces),
-        (earlier, float(std), float(divisor), 1 / divisor), DTYPE=dtype, KIND=kind,
+        (
+            table_on(device, rows) if make_table is None else make_table(rows), pieces,
+            table_on(device, updates) if updates else None,
+        ),
+        (earlier, float(std), float(divisor), 1 / divisor), DTYPE=dtype, KIND=kind, RULE=rule,
         ROW_WORDS=ROW_WORDS if kind == "whole" else RUN_WORDS,
-        EARLIER_WORDS=EARLIER_WORDS if earlier else 0, LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4,
+        EARLIER_WORDS=EARLIER_WORDS if earlier else 0, UPDATE_WORDS=UPDATE_WORDS, LOOPS=LOOPS,
+        BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -188,9 +209,10 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["n_earlier"])
     def _add_noise_kernel(
-        p_rows, p_pieces, n_earlier, std, divisor, inverse,
-        DTYPE: tl.constexpr, KIND: tl.constexpr, ROW_WORDS: tl.constexpr,
-        EARLIER_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr,
+        p_rows, p_pieces, p_updates, n_earlier, std, divisor, inverse,
+        DTYPE: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, ROW_WORDS: tl.constexpr,
+        EARLIER_WORDS: tl.constexpr, UPDATE_WORDS: tl.constexpr, LOOPS: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
@@ -199,6 +221,13 @@ if triton is not None:
         p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
         n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
         c2, c3 = tl.load(p_row + 4).to(tl.int32), tl.load(p_row + 5).to(tl.int32)
+        if RULE != "none":
+            p_numbers = p_updates + UPDATE_WORDS * i_row
+            p_first = tl.load(p_numbers).to(tl.pointer_type(DTYPE))
+            p_second = tl.load(p_numbers + 1).to(tl.pointer_type(DTYPE))
+            size, root, decay, keep, take, keep_2, take_2, epsilon = _numbers_of_update(
+                p_numbers + 2, RULE
+            )
         n_loops = LOOPS
         if KIND != "whole":
             n_left = tl.load(p_row + 6) - i_piece * LOOPS * BLOCK
@@ -230,4 +259,11 @@ if triton is not None:
             b_sum += std * _noise_of(
                 o_counter, seed, c2, c3, p_row + ROW_WORDS, n_earlier, EARLIER_WORDS, BLOCK
             )
-            tl.store(p_out + o_n, _quotient(b_sum, divisor, inverse).to(DTYPE), mask=m_n)
+            b_mean = _quotient(b_sum, divisor, inverse).to(DTYPE)
+            if RULE == "none":
+                tl.store(p_out + o_n, b_mean, mask=m_n)
+            else:
+                _update(
+                    p_out + o_n, p_first + o_n, p_second + o_n, b_mean.to(tl.float32), m_n,
+                    size, root, decay, keep, take, keep_2, take_2, epsilon, RULE,
+                )  # fmt: skip

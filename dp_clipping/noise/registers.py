@@ -1,4 +1,4 @@
-"""Generates words and normal numbers in registers: the device functions of the noise kernels."""
+"""Generates noise, and updates parameters, in registers: device functions of the noise kernels."""
 
 from dp_clipping.kernels.launch.tiles import triton
 
@@ -111,3 +111,68 @@ if triton is not None:
         """
         b_q = b_sum * inverse
         return tl.fma(tl.fma(-b_q, divisor, b_sum), inverse, b_q)
+
+    @triton.jit
+    def _number(p_word):
+        """Loads the bits of a float64."""
+        return tl.load(p_word).to(tl.float64, bitcast=True)
+
+    @triton.jit
+    def _number_at(p_words):
+        """Loads a number: the float32 at an address, or the float64 behind an address of 0."""
+        address = tl.load(p_words)
+        p = address.to(tl.pointer_type(tl.float32))
+        found = tl.load(p, mask=address != 0, other=0).to(tl.float64)
+        return tl.where(address != 0, found, _number(p_words + 1))
+
+    @triton.jit
+    def _numbers_of_update(p_words, RULE: tl.constexpr):
+        """Computes, in float64, what all elements of a row are updated with; see `_update`.
+
+        Returns step size, √(1 - β₂ᵗ), weight decay, share that is kept and share that is taken of
+        the first state, and of the second, and ε.
+        """
+        step, lr = _number_at(p_words), _number_at(p_words + 2)
+        decay, keep, other = _number(p_words + 4), _number(p_words + 5), _number(p_words + 6)
+        epsilon, root = _number(p_words + 7), step
+        take, keep_2, size = other, other, lr
+        if RULE == "adam" or RULE == "adamw":
+            take = 1 - keep
+            size = lr / (1 - tl.exp(step * tl.log(keep)))
+            root = tl.sqrt(1 - tl.exp(step * tl.log(other)))
+        if RULE == "adamw":
+            decay = lr * decay
+        return (
+            size.to(tl.float32), root.to(tl.float32), decay.to(tl.float32), keep.to(tl.float32),
+            take.to(tl.float32), keep_2.to(tl.float32), (1 - keep_2).to(tl.float32),
+            epsilon.to(tl.float32),
+        )  # fmt: skip
+
+    @triton.jit
+    def _update(
+        p_weight, p_first, p_second, g, mask,
+        size, root, decay, keep, take, keep_2, take_2, epsilon, RULE: tl.constexpr,
+    ):  # fmt: skip
+        """Updates weights, and the states at `p_first` and `p_second`, by gradients g [N] float32.
+
+        Adam: m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g², w ← w - lr/(1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ)
+        + ε). SGD: m ← μm + (1 - τ)g, w ← w - lr·m, or w - lr·(g + μm) with Nesterov's momentum.
+        """
+        DTYPE: tl.constexpr = p_weight.dtype.element_ty
+        w = tl.load(p_weight, mask=mask, other=0).to(tl.float32)
+        if RULE == "adamw":
+            w -= decay * w
+        else:
+            g += decay * w
+        if RULE != "sgd":
+            m = keep * tl.load(p_first, mask=mask, other=0).to(tl.float32) + take * g
+            tl.store(p_first, m.to(DTYPE), mask=mask)
+        if RULE == "adam" or RULE == "adamw":
+            v = keep_2 * tl.load(p_second, mask=mask, other=0).to(tl.float32) + take_2 * g * g
+            tl.store(p_second, v.to(DTYPE), mask=mask)
+            g = m / (tl.sqrt(v) / root + epsilon)
+        elif RULE == "momentum":
+            g = m
+        elif RULE == "nesterov":
+            g += keep * m
+        tl.store(p_weight, (w - size * g).to(DTYPE), mask=mask)

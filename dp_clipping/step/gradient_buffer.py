@@ -192,6 +192,12 @@ class GradientBuffer:
             parameter.grad_dtype = parameter.dtype
             parameter.grad = gradient if sharding is None else sharding.like(parameter, gradient)
 
+    def drop(self, parameters: Iterable[Parameter]) -> None:
+        """Drops the sums of parameters that have been updated with them."""
+        for parameter in parameters:
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+
     def clear(self) -> None:
         """Drops all sums; `.grad` may become float32 again."""
         self.watch.clear()

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.distributed.placement import Place, Span, place_of
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import AddressedNoise, NoiseSource
+from dp_clipping.noise.fused_update import Update, updates_of
 from dp_clipping.noise.gaussian import NoiseStream
 from dp_clipping.noise.kernel import StreamTable
 
@@ -28,6 +31,7 @@ class GradientNoise:
 
     Attributes:
         table: where the CUDA graph that is being captured reads the streams of its steps.
+        fused_with: the optimizer whose step the noise kernels take (`noise.fused_update`), or None.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class GradientNoise:
         self.model, self.key, self.adaptive = model, key, adaptive
         self.source = source or AddressedNoise()
         self.table: StreamTable | None = None
+        self.fused_with: Optimizer | None = None
         self._process = os.getpid()
         self._names: list[str] = []
         self._dtypes: list[torch.dtype] = []
@@ -106,13 +111,20 @@ class GradientNoise:
         else:
             totals = [p.grad for p in owners]
             totals = totals if places is None else list(map(local, totals))
+        fused: dict[str, list[Update | None]] = {}
+        if self.fused_with is not None:
+            fused["updates"] = updates_of(self.fused_with, owners, totals)
         noisy = self.source.add(
             totals, names, dtypes=dtypes, places=places, table=self.table, key=self.key, step=step,
             std=self.std_multiplier() * model.step_state.sensitivity,
             divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
+            **fused,
         )  # fmt: skip
+        updated = {p for p, one in zip(owners, fused.get("updates", ()), strict=False) if one}
+        increment_version(updated)
+        buffer.drop(updated)
         of_all = zip(owners, totals, noisy, strict=True)
-        others = [(p, total, found) for p, total, found in of_all if found is not total]
+        others = [(p, x, y) for p, x, y in of_all if x is not y and p not in updated]
         if pieces is None:
             buffer.apply([(p, found) for p, _, found in others])
         else:

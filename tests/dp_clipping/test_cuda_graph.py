@@ -169,6 +169,7 @@ TRUNCATED = {"sampling": "truncated_poisson", "max_batch_size": 7}
         *((kind, torch.float32, False, {}) for kind in KINDS if kind != "transformer"),
         ("transformer", torch.float32, True, VIEWS),
         ("transformer", torch.float32, False, TRUNCATED),
+        ("transformer", torch.bfloat16, False, {"fused_step": True}),
         ("transformer", torch.float32, False, {"sampling": "balls_in_bins"}),
         ("transformer", torch.float32, False, {"sampling": "cyclic"}),
     ],

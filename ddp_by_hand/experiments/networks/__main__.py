@@ -30,6 +30,7 @@ from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import failure_of, training_of
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
+    FUSED_STEP,
     PER_LAYER,
     RoundCell,
     RoundOptions,
@@ -48,6 +49,7 @@ PROGRAM = "ddp_by_hand.experiments.networks"
 OPACUS = ("opacus_hooks", "opacus_ghost")
 VARIANTS = (BASELINE, "flash_bookkeeping", *OPACUS)
 CHOICES = (BASELINE, *MODES[1:], *(mode + PER_LAYER for mode in MODES[1:]), *OPACUS)
+CHOICES += ("flash_bookkeeping" + FUSED_STEP,)
 WARM_UP = 8  # steps that are not timed: private ones check the network at 1, 2, 4 and 8
 WARM_UP_SMALL = 1
 

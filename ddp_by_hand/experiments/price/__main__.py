@@ -25,6 +25,7 @@ from ddp_by_hand.experiments.networks.bounds import kernels_of
 from ddp_by_hand.experiments.price.models import MODELS, compile_layers
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
+    FUSED_STEP,
     PER_LAYER,
     RoundCell,
     RoundOptions,
@@ -43,6 +44,7 @@ from dp_clipping import MODES
 PROGRAM = "ddp_by_hand.experiments.price"
 VARIANTS = (BASELINE, "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
 CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
+CHOICES += ("flash_bookkeeping" + FUSED_STEP,)
 WARM_UP = 3  # steps of a round that are not timed
 
 

@@ -36,7 +36,8 @@ NO_PART_OF_A_PROOF = {
     "noise_multiplier", "max_grad_norm", "gamma", "sample_rate", "steps", "max_batch_size",
     "expected_batch_size", "loss_reduction", "unit_ids",  # numbers that all pages are for
     "batch_first", "wrap_model", "rand_on_empty",  # what is released does not depend on these
-    "norm_algorithm", "memory_budget", "tile_size", "norm_reduction", "cuda_graph",  # how
+    "norm_algorithm", "memory_budget", "tile_size", "norm_reduction", "cuda_graph",
+    "fused_step",  # how
     "data_parallel_group", "noise_generator",  # "ranks"; a fixed seed warns of itself
 }  # fmt: skip
 

@@ -161,6 +161,7 @@ class TestRefusals:
             ({"sampling": "cyclic"}, "sampling='cyclic' is not for an audit"),
             ({"grad_sample_mode": "no_dp"}, "clips nothing"),
             ({"cuda_graph": True}, "cuda_graph is not for an audit"),
+            ({"fused_step": True}, "fused_step is not for an audit"),
             ({"canaries": 3}, "canaries is 3: give 16 or more"),
             ({"canaries": True}, "canaries is True"),
             ({"confidence": 1.0}, "confidence is 1.0"),

@@ -210,9 +210,11 @@ NOISE: list[Row] = [
     (CORRELATED | {"adaptive_threshold": ADAPTIVE}, r"with adaptive_threshold.*\"gaussian\""),
     ({"noise_mechanism": "mine", "adaptive_threshold": ADAPTIVE}, "adaptive_threshold.*leave it o"),
     ({"noise_mechanism": "mine", "cuda_graph": True}, "does not go with cuda_graph=True"),
+    ({"noise_mechanism": "mine", "fused_step": True}, "does not go with fused_step=True"),
     (SECURE | {"noise_generator": torch.Generator()}, "does not go with noise_generator"),
     (SECURE | {"adaptive_threshold": ADAPTIVE}, "with adaptive_threshold, whose counts"),
     (SECURE | {"cuda_graph": True}, "secure_mode=True does not go with cuda_graph=True"),
+    (SECURE | {"fused_step": True}, "secure_mode=True does not go with fused_step=True"),
     (SECURE | {"noise_mechanism": "mine"}, "not go with noise_mechanism='mine'.*'?gaussian"),
     (SECURE | {"module": engine.network().double()}, r"in float64.*module=network\.float"),
 ]  # fmt: skip
@@ -258,6 +260,7 @@ WRONG = {
     "rand_on_empty": [0, "no"],
     "wrap_model": [1],
     "cuda_graph": [1, None],
+    "fused_step": [1, None],
     "memory_budget": ["1GB", 1.5, True, -1],
     "tile_size": [16.0, "16", True, 17],
     **{

@@ -47,6 +47,7 @@ def test_a_step_does_not_wait_for_the_device(mode):
     settings = SimpleNamespace(
         optimizer=torch.optim.AdamW(network.parameters(), fused=True), noise_multiplier=1.0,
         expected_batch_size=4, loss_reduction="mean", adaptive_threshold=None, cuda_graph=False,
+        fused_step=False,
     )  # fmt: skip
     optimizer = PrivateOptimizer(settings, model=model, noise_key=bytes(32), count=lambda _: None)
     try:
