@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.launch.tiles import ceil_div, kept_on_device, launch, table_on, triton
+from dp_clipping.kernels.launch.tiles import (
+    ALIGNMENT,
+    ceil_div,
+    kept_on_device,
+    launch,
+    table_on,
+    triton,
+)
 
 if triton is not None:
     import triton.language as tl
 
-    from dp_clipping.noise.registers import _noise_of, _numbers_of_update, _quotient, _update
+    from dp_clipping.noise.registers import _noise_of, _numbers_of_update, _old, _quotient, _updated
 
 BLOCK = 256  # counters of one program; each gives four values
 LOOPS = 16  # blocks of one program where many tensors share a launch
@@ -125,10 +133,9 @@ def add_noise_kernel_launch(
             [total.data_ptr(), out.data_ptr(), n, *own, *more]
             for total, out, n, own, more in zip(totals, outs, sizes, words, behind, strict=True)
         ]
-        of_updates = [update.row() for update in updates]
         _launch(
             device, dtype, "whole", rows, sizes, std, divisor, len(earlier), make_table,
-            _rule(updates), of_updates,
+            updates[0].rule if updates else "none", [update.row() for update in updates],
         )  # fmt: skip
         return
     for kind in ("aligned", "rows"):
@@ -143,12 +150,8 @@ def add_noise_kernel_launch(
                 of_updates += [updates[i].row(run.local_start)] if updates else []
         _launch(
             device, dtype, kind, rows, sizes, std, divisor, len(earlier), None,
-            _rule(updates), of_updates,
+            updates[0].rule if updates else "none", of_updates,
         )  # fmt: skip
-
-
-def _rule(updates: Sequence[Any]) -> str:
-    return updates[0].rule if updates else "none"
 
 
 def run_row(total: Tensor, out: Tensor, run: Span, width: int, words: Iterable[int]) -> list[int]:
@@ -169,6 +172,9 @@ def _launch(
     pieces = pieces_of(tuple(sizes), device) if sizes else None
     if pieces is None or not len(pieces):
         return
+    lengths = [word for row in rows for word in row[:3]]  # two addresses and a size
+    addresses = [word for row in updates for word in row[:2]]
+    even = kind != "rows" and gcd(*lengths, *addresses) % ALIGNMENT == 0
     launch(
         _add_noise_kernel, (len(pieces),),
         (
@@ -178,8 +184,16 @@ def _launch(
         (earlier, float(std), float(divisor), 1 / divisor), DTYPE=dtype, KIND=kind, RULE=rule,
         ROW_WORDS=ROW_WORDS if kind == "whole" else RUN_WORDS,
         EARLIER_WORDS=EARLIER_WORDS if earlier else 0, UPDATE_WORDS=UPDATE_WORDS, LOOPS=LOOPS,
-        BLOCK=BLOCK, num_warps=4,
+        BLOCK=BLOCK, EVEN=even, num_warps=4,
     )  # fmt: skip
+
+
+def is_even(total: Tensor, out: Tensor) -> bool:
+    """Returns whether threads can load and store several elements at once.
+
+    Tensors for which they can share launches that do.
+    """
+    return not (total.data_ptr() | out.data_ptr() | total.numel()) % ALIGNMENT
 
 
 def _is_aligned(run: Span) -> bool:
@@ -212,7 +226,7 @@ if triton is not None:
         p_rows, p_pieces, p_updates, n_earlier, std, divisor, inverse,
         DTYPE: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, ROW_WORDS: tl.constexpr,
         EARLIER_WORDS: tl.constexpr, UPDATE_WORDS: tl.constexpr, LOOPS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        BLOCK: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
@@ -228,6 +242,11 @@ if triton is not None:
             size, root, decay, keep, take, keep_2, take_2, epsilon = _numbers_of_update(
                 p_numbers + 2, RULE
             )
+            if EVEN:
+                p_first, p_second = tl.multiple_of(p_first, 16), tl.multiple_of(p_second, 16)
+        if EVEN:  # so that several elements are loaded and stored at once
+            p_total, p_out = tl.multiple_of(p_total, 16), tl.multiple_of(p_out, 16)
+            n = tl.multiple_of(n, 16)
         n_loops = LOOPS
         if KIND != "whole":
             n_left = tl.load(p_row + 6) - i_piece * LOOPS * BLOCK
@@ -256,6 +275,8 @@ if triton is not None:
                     o_n = o_n.reshape(4 * BLOCK)
                 o_counter += o_start >> 2
             b_sum = tl.load(p_total + o_n, mask=m_n, other=0)
+            if RULE != "none":  # before the noise is generated, which takes longer
+                w, m, v = _old(p_out + o_n, p_first + o_n, p_second + o_n, m_n, RULE)
             b_sum += std * _noise_of(
                 o_counter, seed, c2, c3, p_row + ROW_WORDS, n_earlier, EARLIER_WORDS, BLOCK
             )
@@ -263,7 +284,12 @@ if triton is not None:
             if RULE == "none":
                 tl.store(p_out + o_n, b_mean, mask=m_n)
             else:
-                _update(
-                    p_out + o_n, p_first + o_n, p_second + o_n, b_mean.to(tl.float32), m_n,
+                w, m, v = _updated(
+                    w, m, v, b_mean.to(tl.float32),
                     size, root, decay, keep, take, keep_2, take_2, epsilon, RULE,
                 )  # fmt: skip
+                tl.store(p_out + o_n, w.to(DTYPE), mask=m_n)
+                if RULE != "sgd":
+                    tl.store(p_first + o_n, m.to(DTYPE), mask=m_n)
+                if RULE == "adam" or RULE == "adamw":
+                    tl.store(p_second + o_n, v.to(DTYPE), mask=m_n)

@@ -149,30 +149,36 @@ if triton is not None:
         )  # fmt: skip
 
     @triton.jit
-    def _update(
-        p_weight, p_first, p_second, g, mask,
-        size, root, decay, keep, take, keep_2, take_2, epsilon, RULE: tl.constexpr,
+    def _old(p_weight, p_first, p_second, mask, RULE: tl.constexpr):
+        """Loads weights and states in float32; a weight stands for a state that there is not."""
+        w = tl.load(p_weight, mask=mask, other=0).to(tl.float32)
+        m, v = w, w
+        if RULE != "sgd":
+            m = tl.load(p_first, mask=mask, other=0).to(tl.float32)
+        if RULE == "adam" or RULE == "adamw":
+            v = tl.load(p_second, mask=mask, other=0).to(tl.float32)
+        return w, m, v
+
+    @triton.jit
+    def _updated(
+        w, m, v, g, size, root, decay, keep, take, keep_2, take_2, epsilon, RULE: tl.constexpr
     ):  # fmt: skip
-        """Updates weights, and the states at `p_first` and `p_second`, by gradients g [N] float32.
+        """Computes weights and states, by gradients g [N] float32.
 
         Adam: m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g², w ← w - lr/(1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ)
         + ε). SGD: m ← μm + (1 - τ)g, w ← w - lr·m, or w - lr·(g + μm) with Nesterov's momentum.
         """
-        DTYPE: tl.constexpr = p_weight.dtype.element_ty
-        w = tl.load(p_weight, mask=mask, other=0).to(tl.float32)
         if RULE == "adamw":
             w -= decay * w
         else:
             g += decay * w
         if RULE != "sgd":
-            m = keep * tl.load(p_first, mask=mask, other=0).to(tl.float32) + take * g
-            tl.store(p_first, m.to(DTYPE), mask=mask)
+            m = keep * m + take * g
         if RULE == "adam" or RULE == "adamw":
-            v = keep_2 * tl.load(p_second, mask=mask, other=0).to(tl.float32) + take_2 * g * g
-            tl.store(p_second, v.to(DTYPE), mask=mask)
+            v = keep_2 * v + take_2 * g * g
             g = m / (tl.sqrt(v) / root + epsilon)
         elif RULE == "momentum":
             g = m
         elif RULE == "nesterov":
             g += keep * m
-        tl.store(p_weight, (w - size * g).to(DTYPE), mask=mask)
+        return w - size * g, m, v

@@ -179,7 +179,9 @@ def test_twenty_steps_are_those_of_an_eager_run(kind, dtype, zero_first, options
     graphs = [train(run, 20, True, zero_first) for run in runs[:2]]
     eager = train(runs[2], 20, False, zero_first)
     assert sum(replays for *_, replays in graphs[0]) >= 8
-    assert torch.equal(weights(runs[0]), weights(runs[1])), "two graph runs, bit for bit"
+    # Bit for bit, but cuBLAS does not repeat itself in cuDNN's recurrent layers.
+    rounding = 1e-5 if kind == "lstm" else 0
+    torch.testing.assert_close(weights(runs[0]), weights(runs[1]), rtol=0, atol=rounding)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(weights(runs[0]), weights(runs[2]), rtol=0, atol=tolerance)
     for (loss, norms, _), (expected, other, _) in zip(graphs[0], eager, strict=True):
