@@ -1,11 +1,16 @@
 """The same on GPUs, where collectives, noise and autograd run on streams and other threads."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
 from ddp_by_hand.lm.rank_pool import Context
+from dp_clipping.noise import fused_update
+from dp_clipping.step import gradient_noise
 from tests.ddp.conftest import CPU_COPY_ENGINE
+from tests.support.ranks import started, values
 from tests.support.replicas import SPLITS, Beside, alone, applied, build, on_gpus, parameters, train
 
 VARIANTS = [
@@ -40,6 +45,30 @@ def check_noisy_steps(ranks, world_size: int, variant: str) -> None:
         assert len({(g.tobytes(), p.tobytes()) for g, p in answers}) == 1, "replicas differ"
         _, expected = alone(3, name="transformer", dtype=dtype)
         np.testing.assert_allclose(answers[0][1], expected, rtol=0, atol=tolerance)
+
+
+def fused_steps(context: Context, layout: str) -> None:
+    """The kernel updates this rank's parts of all parameters, as the optimizer would."""
+    found, seen = [], []
+
+    def updates_of(*given):
+        seen.append(fused_update.updates_of(*given))
+        return seen[-1]
+
+    with patch.object(gradient_noise, "updates_of", updates_of):
+        for fused in (True, False):
+            run = started(context, layout, name="transformer", fused_step=fused)
+            train(run, 3)
+            found.append(values(run))
+    assert len(seen) == 3
+    assert all(update is not None for update in seen[-1])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2 block", "tensor"])
+def test_fused_steps_on_gpus(gpu_ranks, layout):
+    gpu_ranks.run(2, fused_steps, layout)
 
 
 @pytest.mark.gpu

@@ -71,6 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cyclic": {"sampling": "cyclic"},
     "correlated": {"noise_mechanism": CorrelatedNoise(bands=3), "sampling": "cyclic",
                    "max_grad_norm": 1e-7, "noise_multiplier": 1e7},
+    "fused step": {"fused_step": True},
     "registered": {"noise_mechanism": "of these runs"},
     "secure": {"secure_mode": True, "seed": None},
     "drawn keys": {"seed": None},
@@ -193,7 +194,8 @@ WHOLE = [
     ("fsdp2 block", "registered"), ("ddp_bucketed", "truncated"), ("fsdp2 block", "cyclic"),
     ("fsdp2 x tensor", "balls in bins"), ("fsdp2 block", "per sample"),
     ("ddp_bucketed on four", "units"), ("ddp_individual_v2", "samples in place of none"),
-    ("ddp_bucketed", "drawn examples"),
+    ("ddp_bucketed", "drawn examples"), ("ddp_bucketed", "fused step"),
+    ("fsdp2 block", "fused step"),
 ]  # fmt: skip
 SPLIT = [  # into microbatches, of which some ranks have none
     ("ddp_bucketed on four", "poisson", 2), ("zero1", "balls in bins", 1),
@@ -277,7 +279,7 @@ REST = [
     (layout, name, size)
     for layout, name, size in product((*SYNCHRONISING, *SHARDS), OPTIONS, (None, 3))
     if (layout, name, size, False) not in (*ROWS, *MORE)
-    and name not in ("drawn keys", "in bfloat16")
+    and name not in ("drawn keys", "in bfloat16", "fused step")
 ]
 
 
