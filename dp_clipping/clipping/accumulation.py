@@ -172,8 +172,23 @@ def sum_of_one_token(left: Tensor, right: Tensor, c: Tensor) -> Tensor:
         c: [B] float32.
     """
     good = c > 0
-    scaled = only(left[:, 0].float(), good) * c[:, None]
-    return wide_product(scaled.t(), only(right[:, 0].float(), good))
+    scaled, others = only(left[:, 0].float(), good) * c[:, None], only(right[:, 0], good)
+    if others.is_cuda and left.dtype == others.dtype == torch.bfloat16:
+        low, middle, high = (wide_product(part.t(), others) for part in thirds(scaled))
+        return low.add_(middle).add_(high)
+    return wide_product(scaled.t(), others.float())
+
+
+def thirds(x: Tensor) -> list[Tensor]:
+    """Returns three bfloat16 tensors whose sum is x, float32, but for what is below 1e-38.
+
+    Matrix units multiply them sixteen times as fast as float32.
+    """
+    parts = []
+    for _ in range(3):
+        parts.append(x.bfloat16())
+        x = x - parts[-1]
+    return parts[::-1]
 
 
 def product_squares(left: Tensor, right: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from dp_clipping.clipping.accumulation import (
     round_down,
     squared_norms,
     sum_of_one_token,
+    thirds,
     weighted_sum,
     wide_product,
 )
@@ -111,6 +112,23 @@ def test_sums_of_samples_that_cannot_be_cut_evenly(count):
     gradients, values = normal(4, count, dtype=torch.float16), torch.tensor([0.5, 0.0, 1.0, 0.25])
     found = accumulation._sum_by_pieces(Weights(values), gradients)
     torch.testing.assert_close(found, values @ gradients.float(), rtol=0, atol=1e-5)
+
+
+def test_thirds_of_float32():
+    x = torch.cat((torch.randn(999), torch.randn(9) * 1e30, torch.randn(9) * 1e-20))
+    low, middle, high = (part.double() for part in thirds(x))
+    assert torch.equal(high + middle + low, x.double())
+
+
+@pytest.mark.gpu
+def test_a_wide_sum_of_bfloat16_is_as_exact_as_float32():
+    left, right = (torch.randn(300, 1, n, device="cuda").bfloat16() for n in (70, 130))
+    c = torch.rand(300, device="cuda")
+    c[3], left[3], right[3] = 0, torch.nan, torch.inf
+    good = [x[c > 0, 0].double() for x in (left, right)]
+    expected = (good[0] * c[c > 0, None]).T @ good[1]
+    found = sum_of_one_token(left, right, c)
+    assert (found - expected).norm() < 1e-6 * expected.norm()
 
 
 def test_a_sum_over_samples_of_one_token():
