@@ -115,6 +115,7 @@ PyTorch for CPUs alone does not have it.
 """
 
 set_to_zero: Callable[[list[Tensor]], None] = torch._foreach_zero_
+add_to_each: Callable[[list[Tensor], float], None] = torch._foreach_add_
 """Sets all numbers of some tensors to zero, by few kernels."""
 
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms_norm

@@ -74,9 +74,8 @@ def add_noise_to_all(
         else:
             result = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
         results.append(result)
-        rule, is_even = None if update is None else update.rule, kernels.is_even(total, result)
-        key = rule, is_even, total.dtype, dtype, total.device, place is None
-        alike.setdefault(key, []).append(i)
+        rule = None if update is None else update.rule
+        alike.setdefault((rule, total.dtype, dtype, total.device, place is None), []).append(i)
     for (rule, *_, are_whole), numbers in alike.items():
         sums, noisy = [totals[i] for i in numbers], [results[i] for i in numbers]
         own = [streams[i] for i in numbers]

@@ -22,7 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dp_clipping.distributed.dtensor import local
 from dp_clipping.noise import kernel
-from dp_clipping.torch_compat import gradient_hooks
+from dp_clipping.torch_compat import add_to_each, gradient_hooks
 
 STATES = {  # of each rule, in the optimizer's own names
     "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"),
@@ -59,16 +59,16 @@ def refuse(settings: Any, ranks: Any) -> None:
     parameters = [p for p in settings.module.parameters() if p.requires_grad]
     name = type(optimizer).__name__
     reasons = {
+        "gradients that the wrapper divides among the ranks: give the network itself, or one that "
+        "fully_shard has sharded": (
+            hasattr(settings.module, "gradient_pieces")
+            or (sharding is not None and bool(sharding.slices))
+        ),
         f"{name}: use torch.optim.AdamW, Adam or SGD itself": (
             type(optimizer) not in (AdamW, Adam, SGD)
         ),
         f"{name} with {', '.join(OTHERWISE)}: leave these out": any(
             group.get(option) for group in optimizer.param_groups for option in OTHERWISE
-        ),
-        "gradients that the wrapper divides among the ranks: give the network itself, or one that "
-        "fully_shard has sharded": (
-            hasattr(settings.module, "gradient_pieces")
-            or (sharding is not None and bool(sharding.slices))
         ),
         "hooks of Tensor.register_hook on parameters, which would see no gradient: remove them": (
             any(map(gradient_hooks, parameters))
@@ -104,7 +104,7 @@ def updates_of(
         else:
             found.append(None)
     if steps:
-        torch._foreach_add_(steps, 1)
+        add_to_each(steps, 1)
     return found
 
 

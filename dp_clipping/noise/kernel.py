@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from math import gcd
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.launch.tiles import (
-    ALIGNMENT,
     ceil_div,
     kept_on_device,
     launch,
@@ -172,9 +170,6 @@ def _launch(
     pieces = pieces_of(tuple(sizes), device) if sizes else None
     if pieces is None or not len(pieces):
         return
-    lengths = [word for row in rows for word in row[:3]]  # two addresses and a size
-    addresses = [word for row in updates for word in row[:2]]
-    even = kind != "rows" and gcd(*lengths, *addresses) % ALIGNMENT == 0
     launch(
         _add_noise_kernel, (len(pieces),),
         (
@@ -184,16 +179,8 @@ def _launch(
         (earlier, float(std), float(divisor), 1 / divisor), DTYPE=dtype, KIND=kind, RULE=rule,
         ROW_WORDS=ROW_WORDS if kind == "whole" else RUN_WORDS,
         EARLIER_WORDS=EARLIER_WORDS if earlier else 0, UPDATE_WORDS=UPDATE_WORDS, LOOPS=LOOPS,
-        BLOCK=BLOCK, EVEN=even, num_warps=4,
+        BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-
-
-def is_even(total: Tensor, out: Tensor) -> bool:
-    """Returns whether threads can load and store several elements at once.
-
-    Tensors for which they can share launches that do.
-    """
-    return not (total.data_ptr() | out.data_ptr() | total.numel()) % ALIGNMENT
 
 
 def _is_aligned(run: Span) -> bool:
@@ -226,25 +213,53 @@ if triton is not None:
         p_rows, p_pieces, p_updates, n_earlier, std, divisor, inverse,
         DTYPE: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, ROW_WORDS: tl.constexpr,
         EARLIER_WORDS: tl.constexpr, UPDATE_WORDS: tl.constexpr, LOOPS: tl.constexpr,
-        BLOCK: tl.constexpr, EVEN: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_row = tl.load(p_pieces + 2 * tl.program_id(0))
         i_piece = tl.load(p_pieces + 2 * tl.program_id(0) + 1)
         p_row = p_rows + (ROW_WORDS + EARLIER_WORDS * n_earlier) * i_row
+        p_update = p_updates
+        words = tl.load(p_row) | tl.load(p_row + 1) | tl.load(p_row + 2)
+        if RULE != "none":
+            p_update += UPDATE_WORDS * i_row
+            words |= tl.load(p_update) | tl.load(p_update + 1)
+        if KIND == "rows":
+            words |= 1  # rows begin anywhere
+        if words % 16 == 0:
+            _add_noise(
+                p_row, p_update, i_piece, n_earlier, std, divisor, inverse, DTYPE, KIND, RULE,
+                ROW_WORDS, EARLIER_WORDS, LOOPS, BLOCK, True,
+            )  # fmt: skip
+        else:
+            _add_noise(
+                p_row, p_update, i_piece, n_earlier, std, divisor, inverse, DTYPE, KIND, RULE,
+                ROW_WORDS, EARLIER_WORDS, LOOPS, BLOCK, False,
+            )  # fmt: skip
+
+    @triton.jit
+    def _add_noise(
+        p_row, p_update, i_piece, n_earlier, std, divisor, inverse,
+        DTYPE: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, ROW_WORDS: tl.constexpr,
+        EARLIER_WORDS: tl.constexpr, LOOPS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    ):  # fmt: skip
+        """Serves one piece of a row.
+
+        EVEN: addresses and size are multiples of 16, so that threads load and store several
+        elements at once.
+        """
         p_total = tl.load(p_row).to(tl.pointer_type(tl.float32))
         p_out = tl.load(p_row + 1).to(tl.pointer_type(DTYPE))
         n, seed = tl.load(p_row + 2), tl.load(p_row + 3)
         c2, c3 = tl.load(p_row + 4).to(tl.int32), tl.load(p_row + 5).to(tl.int32)
         if RULE != "none":
-            p_numbers = p_updates + UPDATE_WORDS * i_row
-            p_first = tl.load(p_numbers).to(tl.pointer_type(DTYPE))
-            p_second = tl.load(p_numbers + 1).to(tl.pointer_type(DTYPE))
+            p_first = tl.load(p_update).to(tl.pointer_type(DTYPE))
+            p_second = tl.load(p_update + 1).to(tl.pointer_type(DTYPE))
             size, root, decay, keep, take, keep_2, take_2, epsilon = _numbers_of_update(
-                p_numbers + 2, RULE
+                p_update + 2, RULE
             )
             if EVEN:
                 p_first, p_second = tl.multiple_of(p_first, 16), tl.multiple_of(p_second, 16)
-        if EVEN:  # so that several elements are loaded and stored at once
+        if EVEN:
             p_total, p_out = tl.multiple_of(p_total, 16), tl.multiple_of(p_out, 16)
             n = tl.multiple_of(n, 16)
         n_loops = LOOPS

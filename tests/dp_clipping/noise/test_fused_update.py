@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,9 +13,9 @@ from torch.optim import SGD, Adam, AdamW
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import Span
-from dp_clipping.noise import kernel
+from dp_clipping.noise import fused_update, kernel
 from dp_clipping.noise.add_noise import add_noise_to_all
-from dp_clipping.noise.fused_update import updates_of
+from dp_clipping.noise.fused_update import refuse, updates_of
 from dp_clipping.noise.gaussian import NoiseStream
 from tests.support import engine
 
@@ -99,7 +100,7 @@ def check_rules(device: str) -> None:
 
 def updates_seen(optimizer, own: list[nn.Parameter]) -> list:
     """What the next step would be, without counting it."""
-    with patch.object(torch, "_foreach_add_"):
+    with patch.object(fused_update, "add_to_each"):
         return updates_of(optimizer, own, [torch.zeros_like(p, dtype=torch.float32) for p in own])
 
 
@@ -217,3 +218,7 @@ def test_what_is_refused():
             build(make)
     with pytest.raises(ValueError, match="remove them"):
         build(SGD, hook=True)
+    divided = SimpleNamespace(module=SimpleNamespace(gradient_pieces=[], parameters=list))
+    divided.optimizer = SGD([torch.ones(1)], lr=0.1)
+    with pytest.raises(ValueError, match="give the network itself"):
+        refuse(divided, SimpleNamespace(sharding=None))
