@@ -20,7 +20,7 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of
-from dp_clipping.layers.recurrent.packing import Packing
+from dp_clipping.layers.recurrent.packing import Packing, reordered
 from dp_clipping.layers.recurrent.recurrence import Enter, Layer, Leave, Part, Run
 from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
@@ -201,21 +201,9 @@ def _run(
         count_of_states = 2 if layer.mode == "LSTM" else 1
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count_of_states]
         states = [together.new_zeros(count, x.shape[1], width) for width in widths]
-    last = _all_steps(layer.mode, together, states, weights, packing)
     h, c = (*map(Tensor.detach, states), None)[:2]
-    return leave(run, h, c, *last)
-
-
-def _all_steps(
-    mode: str,
-    gates: Tensor,
-    states: list[Tensor],
-    weights: list[kernel.Weights],
-    packing: Packing | None,
-) -> tuple[Tensor, ...]:
-    """Returns the results of `kernel.run` on [T, N, ..], in the order of the batch."""
     if packing is None:
-        return kernel.run(mode, gates, states, weights)
-    states = packing.by_length(states)
-    y, *last = kernel.run(mode, packing.pack(gates), states, weights, packing.batch_sizes)
-    return packing.pad(y), *packing.by_batch(last)
+        return leave(run, h, c, *kernel.run(layer.mode, together, states, weights))
+    packed, states = packing.pack(together), reordered(states, packing.order)
+    y, *last = kernel.run(layer.mode, packed, states, weights, packing.batch_sizes)
+    return leave(run, h, c, packing.pad(y), *reordered(last, packing.places))
