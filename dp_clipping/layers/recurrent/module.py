@@ -88,9 +88,13 @@ def _layers_of(
     tokens: Tensor,
     hx: Any,
 ) -> list[Layer]:
-    """Returns the layers, kept from an earlier call with such an input and no first states.
+    """Returns the layers with the sites of their parameters.
 
-    They are those of `_layers_anew` where the input has a row for each sample, and is no DTensor.
+    They are kept for later calls with such an input and no first states, where the input has a row
+    for each sample, and is no DTensor.
+
+    Raises:
+        ValueError: parameters are DTensors.
     """
     is_packed = isinstance(input, PackedSequence)
     key = (Layer, is_packed, tokens.ndim, tokens.dtype, autocast_of(tokens))
@@ -101,20 +105,6 @@ def _layers_of(
         if count == handle.private_step.batch_size:
             return kept
     sequences = _sequences(self, handle, input, hx)
-    layers = _layers_anew(self, handle, tokens, sequences)
-    if hx is None and sequences.kind == "dimension":
-        handle.sites[key] = layers
-    return layers
-
-
-def _layers_anew(
-    self: nn.RNNBase, handle: LayerState, tokens: Tensor, sequences: Layout
-) -> list[Layer]:
-    """Returns the layers with the sites of their parameters.
-
-    Raises:
-        ValueError: parameters are DTensors.
-    """
     mode, layers = mode_of(self), []
     for number in range(self.num_layers):
         parts = []
@@ -130,6 +120,8 @@ def _layers_anew(
                 site.is_recurrent = True
             parts.append(Part(names, *sites))
         layers.append(Layer(mode, parts))
+    if hx is None and sequences.kind == "dimension":
+        handle.sites[key] = layers
     return layers
 
 
