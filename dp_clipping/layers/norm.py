@@ -219,8 +219,6 @@ class GroupNorm(torch.autograd.Function):
         elif wants_x:
             backward = torch.ops.aten.native_group_norm_backward
             gx = backward(gy, x, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
-        if not (wants_weight or wants_bias):
-            return gx, None, None, None, None, None
         if sums is None:
             sums = channel_sums_plain(*operands, accumulation_dtype(x.dtype))
         batch_size = private_step[2] if site is None else private_step.batch_size
