@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.layers.vmap import whole_batch
-from dp_clipping.layers.vmap.own import laid_beside
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -372,25 +371,6 @@ def test_a_mask_is_left_out_where_it_hides_nothing(row):
     x[row, 0] = 20
     batch = x, torch.randn_like(plain(x))
     assert_step(model, plain, batch, limit=0.5)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dims", "dim", "expected"),
-    [
-        ((5,), 3, 0, (4, 1, 5)),
-        ((5,), 3, 1, (4, 5)),
-        ((), 2, 0, (4, 1)),
-        ((3, 1, 5), 3, 1, (3, 4, 5)),
-        ((1, 5), 2, 0, (4, 5)),
-        ((1, 3, 5), 3, 0, (4, 3, 5)),
-    ],
-)
-def test_copies_are_laid_beside_the_samples(shape, dims, dim, expected):
-    copies = torch.arange(4.0).view(4, *(1,) * len(shape)).expand(4, *shape)
-    found = laid_beside(copies, dims, dim)
-    assert found.shape == expected
-    samples = found.movedim(found.dim() - dims + dim, 0)
-    assert [row.unique().tolist() for row in samples] == [[0.0], [1.0], [2.0], [3.0]]
 
 
 def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
