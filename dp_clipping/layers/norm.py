@@ -33,7 +33,7 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
     shape = list(weight.shape)
     if kind in COPIES and x.shape[-1:] != weight.shape:
         raise ValueError(
-            f"{handle.name or 'the network'} ({type(self).__name__}) has a weight of shape "
+            f"{handle.title(self)} has a weight of shape "
             f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
             f"no per-sample gradients here: build it with {x.shape[-1]} features"
         )

@@ -142,7 +142,7 @@ def _sequences(
         if x.dim() < 3 or layout.kind == "shared" or layout.dim != dim:
             where = "[batch, time, features]" if self.batch_first else "[time, batch, features]"
             raise ValueError(
-                f"{handle.name or 'the network'} ({type(self).__name__}) is given a tensor of "
+                f"{handle.title(self)} is given a tensor of "
                 f"shape {tuple(x.shape)} with its samples as {layout}: give it {where}, as "
                 f"batch_first={self.batch_first} says, and states [layers, batch, features], with "
                 "a sequence and a state of its own for every sample (x.expand)"
