@@ -127,7 +127,6 @@ class Capture(CapturedNetwork):
         run = ALL[kind].forward
         handle.learns_outputs, handle.is_linear = ALL[kind].learns_outputs, ALL[kind].is_linear
         if inner is not None:
-            run = inner_call.arithmetic_of(run, inner)
             handle.inner, handle.inner_forward, run = inner, run, inner_call.forward
         bound: Any = types.MethodType(run, module)
         if isinstance(module, nn.EmbeddingBag):

@@ -320,7 +320,7 @@ def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None
         if isinstance(module, nn.RNNBase):
             why = "is differentiated in the network's forward and"
         raise ValueError(
-            f"{handle.name or 'the network'} ({type(module).__name__}) {why} is given packed "
+            f"{handle.title(module)} {why} is given packed "
             "sequences, in which a sample has no rows of its own: give it padded ones, as x, "
             "lengths = pad_packed_sequence(packed, batch_first=True), or let these parameters be "
             "in a module that is called with such x, as def forward(self, x): return x * self.scale"

@@ -66,8 +66,6 @@ class Layout:
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """Returns a view [B, ..] of x: each sample as x would be of a batch of one."""
         dim = self.dim
-        if self.kind == "alone":
-            return x
         if self.kind == "dimension":
             return x.movedim(dim, 0).unsqueeze(dim + 1)
         if self.kind == "time_major":

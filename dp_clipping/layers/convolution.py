@@ -210,13 +210,10 @@ class Factors:
         step = max(1, CHUNK_ELEMENTS // each) * max(1, pictures)
         if not self.batch_size:
             return self.y.new_zeros(0, *self.shape, dtype=dtype)
-        pieces = [(self.x, self.y)]
-        if rows > step:
-            pieces = list(zip(self.x.split(step), self.y.split(step), strict=True))
         with full_float32():
             found = [
                 gradients_plain(x.to(dtype), y.to(dtype), self.geometry, x.shape[0] // pictures)
-                for x, y in pieces
+                for x, y in zip(self.x.split(step), self.y.split(step), strict=True)
             ]
         whole = found[0] if len(found) == 1 else torch.cat(found)
         return whole.view(self.batch_size, *self.shape)

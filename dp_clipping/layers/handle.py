@@ -131,7 +131,7 @@ class LayerState:
         learns_outputs, is_linear: of the kind.
         children_apart: of a vectorized module: its child layers are captured themselves.
         inner: the layer that its class is derived from, if that is what is captured (`inner_call`);
-            `inner_forward` runs it.
+            `inner_forward` runs it in a step.
         watch: takes calls of `inner` in a plain forward (`capture.network.Watch`); or None.
         whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_unseen: it has called operators there that the search before had not seen.

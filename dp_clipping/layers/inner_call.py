@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from dp_clipping.torch_compat import tree_leaves
 
-Forward = Callable[..., Any]
-
 NORM = {"input": None, "normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5}
 CONVOLUTION = {
     "input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "dilation": 1,
@@ -90,17 +88,6 @@ def _is_same(given: Any, own: Any) -> bool:
     return type(given) is type(own) and given == own
 
 
-def arithmetic_of(run: Forward, inner: Inner) -> Forward:
-    """Returns the forward of the layer alone, captured by `run`."""
-
-    def layer(self: nn.Module, x: Tensor) -> Any:
-        if vars(self)["_private"].private_step is None:
-            return inner.base.forward(self, x)
-        return run(self, x)
-
-    return layer
-
-
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs the subclass's forward, in which the layer's own call is captured."""
     handle = vars(self)["_private"]
@@ -131,5 +118,8 @@ class _Calls(TorchFunctionMode):
 
     def _layer(self, x: Tensor) -> Any:
         """Runs the layer, or gives its call to what watches those of captured layers."""
-        run, watch = partial(self._handle.inner_forward, self._module), self._handle.watch
+        handle, watch = self._handle, self._handle.watch
+        is_plain = handle.private_step is None
+        layer = handle.inner.base.forward if is_plain else handle.inner_forward
+        run = partial(layer, self._module)
         return run(x) if watch is None else watch(self._module, run, x)

@@ -84,23 +84,19 @@ def _run_compiled(
     bias = None if bias is None else bias.detach()
     x, weight, bias = autocast_operands(x, weight.detach(), bias)
     weight = weight.t() if transposed else weight
-    private_step = handle.private_step
-    how = (layout.kind, layout.dim, private_step.batch_size, transposed)
-    bias_slot = handle.slot("bias")
-    if "count" not in handle.slots:  # weights that are used several times, or plain arithmetic
-        slots = (handle.slot("weight"), None, None)
-        return CompiledLinear.apply(x, weight, bias, bias_slot, *slots, *how, False, None)
-    names = FACTOR_SLOTS if "y" in handle.slots else GRADIENT_SLOTS
-    first, second, count = (handle.slots[name] for name in names)
-    keeps_factors = names is FACTOR_SLOTS
-    if first.dtype != (x.dtype if keeps_factors else stored_dtype(x.dtype)):
-        raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
-    if keeps_factors and second.numel() != x.numel():
-        raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
-    tile_size = private_step.policy.tile_size
-    return CompiledLinear.apply(
-        x, weight, bias, bias_slot, first, second, count, *how, keeps_factors, tile_size
-    )
+    private_step, slots = handle.private_step, handle.slots
+    keeps_factors = "y" in slots
+    if "count" in slots:
+        of_weight = [slots[name] for name in (FACTOR_SLOTS if keeps_factors else GRADIENT_SLOTS)]
+        if of_weight[0].dtype != (x.dtype if keeps_factors else stored_dtype(x.dtype)):
+            raise ValueError(f"{handle.name} is given another dtype {CHANGED}")
+        if keeps_factors and of_weight[1].numel() != x.numel():
+            raise ValueError(f"{handle.name} is given another number of tokens {CHANGED}")
+    else:  # weights that are used several times, or plain arithmetic
+        of_weight = [handle.slot("weight"), None, None]
+    place = (layout.kind, layout.dim, private_step.batch_size)
+    rest = (place, transposed, keeps_factors, private_step.policy.tile_size)
+    return CompiledLinear.apply(x, weight, bias, handle.slot("bias"), *of_weight, rest)
 
 
 class CompiledLinear(torch.autograd.Function):
@@ -110,22 +106,17 @@ class CompiledLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, bias_slot, first, second, count, kind, dim, batch_size, transposed,
-        keeps_factors, tile_size,
-    ):  # fmt: skip
+    def forward(ctx, x, weight, bias, bias_slot, first, second, count, rest):
         ctx.save_for_backward(x, weight)
-        ctx.layout = (kind, dim, batch_size)
+        ctx.rest = rest
         ctx.wants = (x.requires_grad, bias_slot is not None, first is not None, count is not None)
-        ctx.rest = (transposed, keeps_factors, tile_size)
         return F.linear(x, weight, bias).data  # no view: see `Linear`
 
     @staticmethod
     def backward(ctx, gy):
         x, weight = ctx.saved_tensors
-        kind, dim, batch_size = ctx.layout
         wants_x, wants_bias, wants_weight, is_counted = ctx.wants
-        transposed, keeps_factors, tile_size = ctx.rest
+        (kind, dim, batch_size), transposed, keeps_factors, tile_size = ctx.rest
         layout = Layout(kind, dim)
         y, a = layout.batch_tokens(gy, batch_size), layout.batch_tokens(x, batch_size)
         gx = gy @ weight if wants_x else None
@@ -140,4 +131,4 @@ class CompiledLinear(torch.autograd.Function):
             first = gradients_of(left, right)
         if is_counted:
             count = torch.ones(1, dtype=torch.float32, device=gy.device)
-        return gx, None, None, biases, first, second, count, *[None] * 6
+        return gx, None, None, biases, first, second, count, None

@@ -16,6 +16,7 @@ summed: both passes form them by the same products of the same samples.
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from operator import attrgetter
 
 import torch
@@ -88,8 +89,6 @@ class LinearFactors:
     def norm(self) -> Norm:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
         if self.accumulates:  # what is summed is what is normed, to the last bit
-            if self._each >= self.a.shape[0]:
-                return Norm(squared_norms(self.dense()))
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
@@ -109,7 +108,7 @@ class LinearFactors:
         Each call forms the same bits.
         """
         each = self._each
-        for first in range(0, len(self.a), each):
+        for first in range(0, max(1, len(self.a)), each):
             part = slice(first, first + each)
             yield part, self.gradients(part)
 
@@ -120,15 +119,12 @@ class LinearFactors:
         scaled where it is accumulated, in float32: rounded before, tokens that cancel could exceed
         the threshold.
         """
-        if self.accumulates and self._each >= self.a.shape[0]:
-            return weighted_sum(weights, self.dense())
+        if self.accumulates:
+            pieces = self._pieces()
+            sums = (weighted_sum(weights.only(part), gradients) for part, gradients in pieces)
+            return reduce(Tensor.add_, sums)
         left, right = self.operands
         dtype = accumulation_dtype(left.dtype)
-        if self.accumulates:
-            total = left.new_zeros(left.shape[-1], right.shape[-1], dtype=dtype)
-            for part, gradients in self._pieces():
-                total += weighted_sum(weights.only(part), gradients)
-            return total
         if left.is_cuda and self.is_16_bit and not self.is_one_token:
             return self._sum_by_sample(left, right, weights.by_host)
         left = left.to(dtype) * weights.of_dtype(dtype)[:, None, None]

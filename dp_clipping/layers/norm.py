@@ -20,7 +20,7 @@ from dp_clipping.kernels.group_norm import channel_sums_plain, group_norm_backwa
 from dp_clipping.kernels.norm_layer_gradients import Normalized
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.handle import FIRST, LayerState, forward_of
+from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.recorder import DENSE, NORMALIZED
 from dp_clipping.layers.rms_norm_copies import COPIES, copied
 from dp_clipping.torch_compat import fused_rms_norm, fused_rms_norm_backward
@@ -33,7 +33,7 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
     shape = list(weight.shape)
     if kind in COPIES and x.shape[-1:] != weight.shape:
         raise ValueError(
-            f"{handle.name or 'the network'} ({type(self).__name__}) has a weight of shape "
+            f"{handle.title(self)} has a weight of shape "
             f"{shape} for inputs of {x.shape[-1]} features, and a weight that is broadcast has "
             f"no per-sample gradients here: build it with {x.shape[-1]} features"
         )
@@ -47,12 +47,6 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
 
 
 forward = forward_of("norm", _first_call)
-
-
-def by_token(x: Tensor, layout: Layout, batch_size: int, dims: int) -> Tensor:
-    """Returns x [.., *shape], `dims` dimensions, in any layout as [B, T, features]."""
-    x = layout.batch_first(x, batch_size)
-    return x.reshape(batch_size, -1, x.shape[x.ndim - dims :].numel())
 
 
 class Norm(torch.autograd.Function):
@@ -82,15 +76,13 @@ class Norm(torch.autograd.Function):
         else:
             layout, batch_size = site.layout, private_step.batch_size
             has_bias = site.bias is not None
-        y = gy
-        if layout is None and y.ndim != 3:
-            rows = (batch_size, -1, prod(shape))
-            y, x = y.reshape(rows), x.reshape(rows)
-        elif layout is not None or len(shape) != 1:
-            where = (layout or FIRST, batch_size, len(shape))
-            y, x, rstd = (by_token(t, *where) for t in (y, x, rstd))
-            mean = None if mean is None else by_token(mean, *where)
-        rstd, mean = rstd.flatten(1), None if mean is None else mean.flatten(1)
+        y, has_mean = gy, mean is not None
+        if layout is not None:
+            y, x, rstd = (layout.batch_first(t, batch_size) for t in (y, x, rstd))
+            mean = layout.batch_first(mean, batch_size) if has_mean else None
+        tokens = (batch_size, -1, prod(shape))
+        y, x, rstd = y.reshape(tokens), x.reshape(tokens), rstd.reshape(batch_size, -1)
+        mean = mean.reshape(batch_size, -1) if has_mean else None
         if site is None:
             use = Normalized(y, x, rstd, mean, has_bias)
             formed = use.plain(accumulation_dtype(x.dtype))
@@ -227,8 +219,6 @@ class GroupNorm(torch.autograd.Function):
         elif wants_x:
             backward = torch.ops.aten.native_group_norm_backward
             gx = backward(gy, x, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
-        if not (wants_weight or wants_bias):
-            return gx, None, None, None, None, None
         if sums is None:
             sums = channel_sums_plain(*operands, accumulation_dtype(x.dtype))
         batch_size = private_step[2] if site is None else private_step.batch_size

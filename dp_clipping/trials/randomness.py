@@ -85,7 +85,8 @@ Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
 def _torch_generators(device: torch.device | None) -> Iterator[Generator]:
     yield torch.get_rng_state, torch.set_rng_state
     if device is not None and device.type == "cuda":
-        yield partial(torch.cuda.get_rng_state, device), _setting(device)
+        get, give = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        yield partial(get, device), partial(give, device=device)
 
 
 def _generators(owners: Iterable[Any]) -> Iterator[Generator]:
@@ -105,10 +106,6 @@ def _generators(owners: Iterable[Any]) -> Iterator[Generator]:
             yield partial(_state_of, bits), partial(setattr, bits, "state")
         else:
             yield value.get_state, value.set_state
-
-
-def _setting(device: torch.device) -> Callable[[Tensor], None]:
-    return lambda state: torch.cuda.set_rng_state(state, device)
 
 
 def _state_of(bits: Any) -> Any:

@@ -179,7 +179,7 @@ ROWS = [
     ("copies are those of other samples", "layers/vmap/own.py",
      "return copies.squeeze(place + 1).movedim(0, place)",
      "return copies.flip(0).squeeze(place + 1).movedim(0, place)", WHOLE_BATCH,
-     "laid_beside"),
+     "without_vmap and time"),
     ("a mask of parameters is the first sample's", "layers/vmap/whole_batch.py",
      'mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)',
      'mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)[:1]', RELATIVE,

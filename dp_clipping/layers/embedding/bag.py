@@ -73,9 +73,9 @@ def _first_call(
         rest = (None, (layout.kind, layout.dim, private_step.batch_size), options)
     else:
         site = handle.site(Bag, input, layout, options=options, settings=settings, reads=SETTINGS)
-        slot = private_step.trigger(site.records[0]) if site.records else None
+        slot = private_step.trigger(site.records[0])
         rest = (site, private_step, options)
-        if site.records and not is_flat and scales is None:
+        if not is_flat and scales is None:
             handle.keep(input, site)
     offsets = offsets[:-1] if has_last else offsets
     return Bag.apply(input, self.weight.detach(), offsets, slot, scales, rest)
@@ -95,7 +95,7 @@ class Bag(torch.autograd.Function):
     def forward(ctx, ids, weight, offsets, slot, scales, rest):
         ctx.save_for_backward(ids, offsets, scales, None if scales is None else weight)
         ctx.vocabulary = weight.shape[0]
-        ctx.rest, ctx.slot_dtype = rest, None if slot is None else slot.dtype
+        ctx.rest, ctx.slot_dtype = rest, slot.dtype
         mode, padding_idx, _ = rest[2]
         return F.embedding_bag(
             ids, weight, offsets, mode=mode, per_sample_weights=scales, padding_idx=padding_idx
@@ -111,8 +111,6 @@ class Bag(torch.autograd.Function):
         of_scales = None
         if scales is not None and ctx.needs_input_grad[4]:
             of_scales = without_padding(ids, y * F.embedding(ids, weight), padding_idx).sum(-1)
-        if ctx.slot_dtype is None:
-            return None, None, None, None, of_scales, None
         if scales is not None:
             y = y * scales.unsqueeze(-1)
         else:

@@ -53,7 +53,7 @@ def _layout(self: nn.RNNCellBase, handle: LayerState, input: Tensor, hx: Any) ->
     for x, layout in zip(tensors, layouts, strict=True):
         if x.dim() != 2 or layout != layouts[0] or layout.kind == "shared" or layout.dim:
             raise ValueError(
-                f"{handle.name or 'the network'} ({type(self).__name__}) is given a tensor of "
+                f"{handle.title(self)} is given a tensor of "
                 f"shape {tuple(x.shape)} with its samples as {layout}: give it [batch, features], "
                 "and states [batch, features] with a row of their own for every sample (x.expand)"
             )

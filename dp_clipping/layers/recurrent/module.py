@@ -20,7 +20,7 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recurrent import kernel
 from dp_clipping.layers.recurrent.kinds import mode_of
-from dp_clipping.layers.recurrent.packing import Packing
+from dp_clipping.layers.recurrent.packing import Packing, reordered
 from dp_clipping.layers.recurrent.recurrence import Enter, Layer, Leave, Part, Run
 from dp_clipping.torch_compat import apply_directly, never_compiled, transforms_run
 
@@ -88,9 +88,13 @@ def _layers_of(
     tokens: Tensor,
     hx: Any,
 ) -> list[Layer]:
-    """Returns the layers, kept from an earlier call with such an input and no first states.
+    """Returns the layers with the sites of their parameters.
 
-    They are those of `_layers_anew` where the input has a row for each sample, and is no DTensor.
+    They are kept for later calls with such an input and no first states, where the input has a row
+    for each sample, and is no DTensor.
+
+    Raises:
+        ValueError: parameters are DTensors.
     """
     is_packed = isinstance(input, PackedSequence)
     key = (Layer, is_packed, tokens.ndim, tokens.dtype, autocast_of(tokens))
@@ -101,20 +105,6 @@ def _layers_of(
         if count == handle.private_step.batch_size:
             return kept
     sequences = _sequences(self, handle, input, hx)
-    layers = _layers_anew(self, handle, tokens, sequences)
-    if hx is None and sequences.kind == "dimension":
-        handle.sites[key] = layers
-    return layers
-
-
-def _layers_anew(
-    self: nn.RNNBase, handle: LayerState, tokens: Tensor, sequences: Layout
-) -> list[Layer]:
-    """Returns the layers with the sites of their parameters.
-
-    Raises:
-        ValueError: parameters are DTensors.
-    """
     mode, layers = mode_of(self), []
     for number in range(self.num_layers):
         parts = []
@@ -130,6 +120,8 @@ def _layers_anew(
                 site.is_recurrent = True
             parts.append(Part(names, *sites))
         layers.append(Layer(mode, parts))
+    if hx is None and sequences.kind == "dimension":
+        handle.sites[key] = layers
     return layers
 
 
@@ -150,7 +142,7 @@ def _sequences(
         if x.dim() < 3 or layout.kind == "shared" or layout.dim != dim:
             where = "[batch, time, features]" if self.batch_first else "[time, batch, features]"
             raise ValueError(
-                f"{handle.name or 'the network'} ({type(self).__name__}) is given a tensor of "
+                f"{handle.title(self)} is given a tensor of "
                 f"shape {tuple(x.shape)} with its samples as {layout}: give it {where}, as "
                 f"batch_first={self.batch_first} says, and states [layers, batch, features], with "
                 "a sequence and a state of its own for every sample (x.expand)"
@@ -201,21 +193,9 @@ def _run(
         count_of_states = 2 if layer.mode == "LSTM" else 1
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[:count_of_states]
         states = [together.new_zeros(count, x.shape[1], width) for width in widths]
-    last = _all_steps(layer.mode, together, states, weights, packing)
     h, c = (*map(Tensor.detach, states), None)[:2]
-    return leave(run, h, c, *last)
-
-
-def _all_steps(
-    mode: str,
-    gates: Tensor,
-    states: list[Tensor],
-    weights: list[kernel.Weights],
-    packing: Packing | None,
-) -> tuple[Tensor, ...]:
-    """Returns the results of `kernel.run` on [T, N, ..], in the order of the batch."""
     if packing is None:
-        return kernel.run(mode, gates, states, weights)
-    states = packing.by_length(states)
-    y, *last = kernel.run(mode, packing.pack(gates), states, weights, packing.batch_sizes)
-    return packing.pad(y), *packing.by_batch(last)
+        return leave(run, h, c, *kernel.run(layer.mode, together, states, weights))
+    packed, states = packing.pack(together), reordered(states, packing.order)
+    y, *last = kernel.run(layer.mode, packed, states, weights, packing.batch_sizes)
+    return leave(run, h, c, packing.pad(y), *reordered(last, packing.places))

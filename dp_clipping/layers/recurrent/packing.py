@@ -1,7 +1,7 @@
 """Maps tokens of packed sequences to those of padded ones, [T, N, ..]."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,19 +50,16 @@ class Packing:
         """Returns the inverse of `pad`."""
         return padded.flatten(0, 1).index_select(0, self.tokens)
 
-    def by_length(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns states [D, N, ..], in the order of the batch, by length."""
-        if self.order is None:
-            return states
-        return list(map(partial(torch.index_select, dim=1, index=self.order), states))
-
-    def by_batch(self, states: list[Tensor]) -> list[Tensor]:
-        """Returns the inverse of `by_length`."""
-        if self.places is None:
-            return states
-        return list(map(partial(torch.index_select, dim=1, index=self.places), states))
+    def last_tokens(self) -> tuple[Tensor, Tensor]:
+        """Returns the time step [N] of each sequence's last token, and the sequence [N]."""
+        return self.ends, torch.arange(len(self.ends), device=self.ends.device)
 
     def running(self) -> Tensor:
         """Returns which sequences run in each time step: [T, N, 1]."""
         times = torch.arange(len(self.batch_sizes), device=self.ends.device)
         return (times[:, None] <= self.ends)[..., None]
+
+
+def reordered(states: Iterable[Tensor], order: Tensor | None) -> list[Tensor]:
+    """Returns states [D, N, ..] with the sequences in this order; None: as they are."""
+    return [x if order is None else x.index_select(1, order) for x in states]

@@ -64,23 +64,6 @@ class Layer:
         self.reads_gates = mode == "GRU" or any(part.projection.records for part in parts)
 
 
-@dataclass
-class States:
-    """Outputs, first states and output gradients of a run: [T, N, D·H] and [D, N, H].
-
-    Attributes:
-        outputs: h of all time steps.
-        h, c: the first ones.
-        of_outputs, of_last: gradients of `outputs` and of the last h; None: there is none.
-    """
-
-    outputs: Tensor
-    h: Tensor
-    c: Tensor | None
-    of_outputs: Tensor | None
-    of_last: Tensor | None
-
-
 class Run:
     """One run of the kernel, on N sequences.
 
@@ -92,7 +75,9 @@ class Run:
 
     def __init__(self, layer: Layer, private_step: Any, packing: Packing | None):
         self.layer, self.private_step, self.packing = layer, private_step, packing
-        self.states: States | None = None  # between the two backwards
+        # Between the two backwards: outputs [T, N, D·H], the first h and c [D, N, H], and the
+        # gradients of the outputs and of the last h. All but outputs and h may be None.
+        self.states: tuple[Tensor | None, ...] | None = None
 
     def announce(self, gates: Tensor, weights: list[Weights]) -> None:
         """Tells the step which products the kernel will compute; `gates`: X of one direction."""
@@ -112,33 +97,49 @@ class Run:
         """
         states, self.states = self.states, None
         assert states is not None, "Leave's backward comes before Enter's"
+        outputs, h, c, of_outputs, of_last = states
         parts = self.layer.parts
-        for n, part in enumerate(parts):
-            one = Direction(self, part, bool(n), states, weights[3 * n : 3 * n + 3])
-            rows = None if gates is None else gates.chunk(len(parts), 2)[n]
-            one.deliver(g.chunk(len(parts), 2)[n], rows)
+        none = [None] * len(parts)
+        over_time: Any = (g, gates, outputs, of_outputs)  # [T, N, D·..]
+        shares = [none if x is None else x.chunk(len(parts), 2) for x in over_time]
+        shares += [none if x is None else x.unbind() for x in (h, c, of_last)]
+        for n, (part, *own) in enumerate(zip(parts, *shares, strict=True)):
+            direction = Direction(bool(n), self.packing, weights[3 * n : 3 * n + 3], *own)
+            direction.deliver(part, self.private_step, self.layer.mode)
 
 
+@dataclass
 class Direction:
-    """One direction of a run in its backward: G, X [T, N, gates·H] and h [T, N, H] are its own."""
+    """One direction of a run in its backward.
 
-    def __init__(self, run: Run, part: Part, reverse: bool, states: States, weights: list[Any]):
-        self.run, self.part, self.reverse, self.states = run, part, reverse, states
-        self.weights = weights
-        self.h = states.h[int(reverse)]
-        self.outputs = self._own(states.outputs)
+    Attributes:
+        reverse: it begins at the last time step.
+        weights: W_hh, b_hh and W_hr, of the dtype of G, if the layer reads X.
+        g, gates: G and X, [T, N, gates·H]; X is None if the layer does not read it.
+        outputs, of_outputs: the states h of all time steps, [T, N, H], and their gradient or None.
+        h, c: the first states, [N, H]; c is None but for an LSTM.
+        of_last: the gradient of the last h, [N, H], or None.
+    """
 
-    def _own(self, x: Tensor) -> Tensor:
-        return x.chunk(self.states.h.shape[0], 2)[int(self.reverse)]
+    reverse: bool
+    packing: Packing | None
+    weights: list[Any]
+    g: Tensor
+    gates: Any
+    outputs: Tensor
+    of_outputs: Tensor | None
+    h: Tensor
+    c: Any
+    of_last: Tensor | None
 
-    def deliver(self, g: Tensor, gates: Any) -> None:
-        hidden, projection = self.part.hidden, self.part.projection
-        before, private_step = self._before(), self.run.private_step
-        k = self._of_hidden(g, gates, before) if self.run.layer.mode == "GRU" else g
+    def deliver(self, part: Part, private_step: Any, mode: str) -> None:
+        """Leaves the factors of W_hh and b_hh, and of W_hr."""
+        hidden, projection, before = part.hidden, part.projection, self._before()
+        k = self._of_hidden(before) if mode == "GRU" else self.g
         if hidden.records:
             private_step.take(LINEAR, hidden.records, (k, before, hidden), (k, before))
         if projection.records:
-            of_outputs, inner = self._of_outputs(k), self._unprojected(gates, before)
+            of_outputs, inner = self._of_outputs(k), self._unprojected(before)
             own = (of_outputs, inner, projection)
             private_step.take(LINEAR, projection.records, own, (of_outputs, inner))
 
@@ -146,61 +147,55 @@ class Direction:
         """Returns the state before each time step."""
         if not self.reverse:
             return torch.cat([self.h[None], self.outputs[:-1]])
-        packing = self.run.packing
-        if packing is None:
+        if self.packing is None:
             return torch.cat([self.outputs[1:], self.h[None]])
         before = F.pad(self.outputs[1:], (0, 0, 0, 0, 0, 1))
-        before[packing.ends, torch.arange(len(self.h), device=self.h.device)] = self.h
+        before[self.packing.last_tokens()] = self.h
         return before
 
-    def _of_hidden(self, g: Tensor, gates: Tensor, before: Tensor) -> Tensor:
+    def _of_hidden(self, before: Tensor) -> Tensor:
         """Returns the gradient of W_hh h + b_hh in a GRU."""
         width = before.shape[2]
-        reset = self._activations(gates, before, slice(0, width)).sigmoid_()
-        k = g.clone()
+        reset = self._activations(before, slice(0, width)).sigmoid_()
+        k = self.g.clone()
         k[..., 2 * width :].mul_(reset)
         return k
 
-    def _activations(self, gates: Tensor, before: Tensor, own: slice) -> Tensor:
+    def _activations(self, before: Tensor, own: slice) -> Tensor:
         """Returns X + W_hh h + b_hh of some gates, wide."""
         weight, bias, _ = self.weights
         bias = None if bias is None else bias[own]
-        wide = accumulation_dtype(gates.dtype)
-        return F.linear(before, weight[own], bias).to(wide) + gates[..., own]
+        wide = accumulation_dtype(self.gates.dtype)
+        return F.linear(before, weight[own], bias).to(wide) + self.gates[..., own]
 
-    def _unprojected(self, gates: Tensor, before: Tensor) -> Tensor:
+    def _unprojected(self, before: Tensor) -> Tensor:
         """Returns o tanh(c) of all time steps."""
-        admit, keep, new, out = self._activations(gates, before, slice(None)).chunk(4, 2)
+        admit, keep, new, out = self._activations(before, slice(None)).chunk(4, 2)
         keep, added = keep.sigmoid(), admit.sigmoid() * new.tanh()
-        packing = self.run.packing
-        if packing is not None:  # states stay as they are where a sequence has not begun
-            running = packing.running()
+        if self.packing is not None:  # states stay as they are where a sequence has not begun
+            running = self.packing.running()
             keep, added = keep.masked_fill(~running, 1), added.masked_fill(~running, 0)
-        first: Any = self.states.c
-        c = first[int(self.reverse)].to(keep.dtype)
+        c = self.c.to(keep.dtype)
         cells = torch.empty_like(keep)
         times = range(len(keep))
         for t in reversed(times) if self.reverse else times:
             c = torch.addcmul(added[t], keep[t], c, out=cells[t])
-        return (out.sigmoid() * cells.tanh()).to(gates.dtype)
+        return (out.sigmoid() * cells.tanh()).to(self.gates.dtype)
 
     def _of_outputs(self, k: Tensor) -> Tensor:
         """Returns the gradient of each h: what comes from outside, and from the next time step."""
-        following = k @ self.weights[0]
+        following, packing = k @ self.weights[0], self.packing
         if self.reverse:
             g = F.pad(following[:-1], (0, 0, 0, 0, 1, 0))
         else:
             g = F.pad(following[1:], (0, 0, 0, 0, 0, 1))
-        if self.states.of_outputs is not None:
-            g += self._own(self.states.of_outputs)
-        packing = self.run.packing
-        if self.states.of_last is not None:
-            of_last = self.states.of_last[int(self.reverse)]
+        if self.of_outputs is not None:
+            g += self.of_outputs
+        if self.of_last is not None:
             if self.reverse or packing is None:
-                g[0 if self.reverse else -1] += of_last
+                g[0 if self.reverse else -1] += self.of_last
             else:
-                sequences = torch.arange(len(of_last), device=of_last.device)
-                g[packing.ends, sequences] += of_last
+                g[packing.last_tokens()] += self.of_last
         return g if packing is None else g.masked_fill_(~packing.running(), 0)
 
 
@@ -249,5 +244,5 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gy, gh, *rest):
-        ctx.run.states = States(*ctx.saved_tensors, gy, gh)
+        ctx.run.states = (*ctx.saved_tensors, gy, gh)
         return None, None, None, gy, gh, *rest

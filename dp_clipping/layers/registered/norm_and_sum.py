@@ -6,6 +6,7 @@ the sum over this sample alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -44,7 +45,6 @@ class LayerSums:
     ):
         self._norm, self._weighted_sum = norm, weighted_sum
         self.rows, self.gradient, self.tensors = rows, gradient, tensors
-        self._norms: Results | None = None
         self._key: Any = None
         self._left: dict[str, Tensor] = {}
 
@@ -57,12 +57,10 @@ class LayerSums:
     def slack(self) -> float:
         return SLACK[self.dtype]
 
-    @property
+    @cached_property
     def norms(self) -> Results:
         """Returns name -> ‖G_i‖ [B], computed once."""
-        if self._norms is None:
-            self._norms = self._norm()
-        return self._norms
+        return self._norm()
 
     def sum_of(self, name: str, coefficients: Tensor, good: Tensor | None = None) -> Tensor:
         """Returns Σ_i c_i G_i of one parameter, over samples with c_i > 0 that are `good` [B].

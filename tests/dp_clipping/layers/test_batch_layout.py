@@ -68,26 +68,19 @@ def test_each_kind(name):
 
 
 @pytest.mark.parametrize("name", WITH_SAMPLES)
-def test_batch_first_finds_the_samples(name):
+def test_each_sample_is_found(name):
+    """In front of the others, and as in a batch of one."""
     make, layout = KINDS[name]
     given = make(B)
-    x = layout.batch_first(given, B)
+    x, split = layout.batch_first(given, B), layout.split(given, B)
     assert len(x) == B
-    assert torch.equal(layout.restore(x), given)
-    for i in range(B):  # sample i is the last one of a batch of i + 1
-        torch.testing.assert_close(x[i], layout.batch_first(make(i + 1), i + 1)[i])
-
-
-@pytest.mark.parametrize("name", WITH_SAMPLES)
-def test_split_gives_each_sample_as_a_batch_of_one(name):
-    make, layout = KINDS[name]
-    x = make(B)
-    split = layout.split(x, B)
-    assert split.data_ptr() == x.data_ptr()
+    assert split.data_ptr() == given.data_ptr()
     for i in range(B):  # sample i is the last one of a batch of i + 1
         alone = layout.batch_first(make(i + 1), i + 1)[i:]
+        torch.testing.assert_close(x[i], alone[0])
         torch.testing.assert_close(split[i], layout.restore(alone))
-    assert torch.equal(layout.joined(split), x)
+    assert torch.equal(layout.restore(x), given)
+    assert torch.equal(layout.joined(split), given)
 
 
 def test_rounding_of_kernels_does_not_hide_an_order():

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from dp_clipping.capture.layer_kinds import kind_of
-from dp_clipping.layers.recurrent.kinds import mode_of
 from tests.support.registered_layers import Gate
 
 
@@ -89,9 +88,3 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind):
     assert [kind_of(layer) for layer in KINDS[kind]] == [kind] * len(KINDS[kind])
-
-
-@pytest.mark.parametrize("kind", [DPLSTM, DPGRU, DPRNN])
-def test_opacus_layers_have_the_mode_of_pytorchs(kind):
-    assert mode_of(kind(2, 2)) == getattr(nn, kind.__name__.removeprefix("DP"))(2, 2).mode
-    assert mode_of(DPRNN(2, 2, nonlinearity="relu")) == "RNN_RELU"

@@ -147,15 +147,18 @@ def time_first(net: Network, x: Tensor) -> Tensor:
     return torch.cat([y.transpose(0, 1).flatten(1), last.transpose(0, 1).flatten(1)], 1)
 
 
-def with_states(net: Network, x: Tensor) -> Tensor:
-    """First states depend on the sample, and last states are outputs too."""
-    layer = net.layer
+def first_states(layer: nn.Module, x: Tensor) -> Any:
+    """States that depend on the sample."""
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     widths = (layer.proj_size or layer.hidden_size, layer.hidden_size)
     states = [x[:, 0, :1].sin().repeat(count, 1, width) for width in widths]
-    is_lstm = isinstance(layer, nn.LSTM | DPLSTM)
-    y, last = layer(x, tuple(states) if is_lstm else states[1])
-    last = last if is_lstm else (last,)
+    return tuple(states) if isinstance(layer, nn.LSTM | DPLSTM) else states[1]
+
+
+def with_states(net: Network, x: Tensor) -> Tensor:
+    """Last states are outputs too."""
+    y, last = net.layer(x, first_states(net.layer, x))
+    last = last if isinstance(last, tuple) else (last,)
     return torch.cat([y.flatten(1), *(s.transpose(0, 1).flatten(1) for s in last)], 1)
 
 
@@ -163,7 +166,7 @@ def packed(net: Network, x: Tensor) -> Tensor:
     """Sequences of other lengths."""
     lengths = 1 + (x[:, 1:, 0] > 0).sum(1).cpu()
     given = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    y, last = net.layer(given)
+    y, last = net.layer(given, first_states(net.layer, x))
     y, _ = rnn.pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
     last = last[0] if isinstance(last, tuple) else last
     if isinstance(net.layer, DPLSTM):  # whose last states are in torch's default dtype
@@ -476,7 +479,8 @@ RECURRENT = [
     R("lstm_all", lambda: nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True, proj_size=3),
       (6, 4), with_states),
     R("lstm_projected_no_bias", lambda: nn.LSTM(4, 5, bias=False, proj_size=2), (6, 4), time_first),
-    R("lstm_packed", lambda: nn.LSTM(4, 5, batch_first=True), (6, 4), packed),
+    R("lstm_packed", lambda: nn.LSTM(4, 5, batch_first=True, bidirectional=True, proj_size=3),
+      (6, 4), packed),
     R("lstm_smallest", lambda: nn.LSTM(1, 1, batch_first=True), (1, 1), first_of),
     R("lstm_flattened", lambda: nn.LSTM(4, 5, batch_first=True), (3, 6, 4),
       lambda net, x: net.layer(x.flatten(0, 1))[0].unflatten(0, x.shape[:2])),
@@ -494,7 +498,8 @@ RECURRENT = [
       with_states),
     R("opacus_lstm_packed", lambda: DPLSTM(4, 5, batch_first=True), (6, 4), packed),
     R("opacus_gru", lambda: DPGRU(4, 5, bias=False), (6, 4), time_first),
-    R("opacus_rnn", lambda: DPRNN(4, 5, bidirectional=True), (6, 4), time_first),
+    R("opacus_rnn", lambda: DPRNN(4, 5, bidirectional=True, nonlinearity="relu"), (6, 4),
+      time_first),
     R("lstm_cell", lambda: nn.LSTMCell(4, 5), (3, 4), loop),
     R("gru_cell", lambda: nn.GRUCell(4, 5, bias=False), (3, 4), loop),
     R("rnn_cell", lambda: nn.RNNCell(4, 5), (3, 4), loop),
@@ -513,7 +518,8 @@ ATTENTION = [
     attention("attention", {}),
     attention("attention_causal", {"mask": True, "is_causal": True} | NO),
     attention("attention_batch_second", {"padding": True} | NO, batch_first=False),
-    attention("attention_memory", {"memory": True, "numbers": True, "padding": True}),
+    attention("attention_memory", {"memory": True, "numbers": True, "padding": True},
+              add_zero_attn=True),
     attention("attention_memory_batch_second", {"memory": True, "mask": True} | NO,
               batch_first=False),
     attention("attention_no_bias", {"memory": True} | NO, bias=False),

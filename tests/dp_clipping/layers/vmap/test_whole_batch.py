@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.layers.vmap import whole_batch
-from dp_clipping.layers.vmap.own import laid_beside
 from tests.dp_clipping.conftest import MODES, assert_step, clipped_sums, private
 from tests.support import zoo
 from tests.support.turns import in_turn
@@ -280,69 +279,51 @@ def test_checkpointing_turned_on_later_is_named(run):
     torch.testing.assert_close(found, expected)
 
 
-class ByIdentity(nn.Module):
-    """Keeps what belongs to a parameter under the parameter itself."""
+class Asking(nn.Module):
+    """Computes with what belongs to its parameter itself, and not to a copy of it.
 
-    def __init__(self, key, run):
+    Args:
+        run: on the whole batch, or under vmap.
+        gain: module -> what its result is multiplied with.
+        weight: module -> its weight in the run.
+    """
+
+    def __init__(self, run, gain=lambda net: 1.0, weight=lambda net: net.own):
         super().__init__()
-        self.w, self.linear, self.key, self.run = bare(5), nn.Linear(5, 5), key, run
-        self.gains = {key(self.w): 3.0}
+        self.own, self.scale, self.linear = bare(5), bare(5), nn.Linear(5, 5)
+        self.run, self.gain, self.weight = run, gain, weight
+        self.key, self.gains, self.listed = id(self.own), {self.own: 3.0}, [self.scale]
+
+    @property
+    def w(self):
+        return self.weight(self)
 
     def forward(self, x):
-        return self.run(self, x) * self.gains.get(self.key(self.w), 1.0)
+        return self.run(self, x) * self.gain(self)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("key", [id, lambda w: w], ids=["id", "parameter"])
+def own_or_detached(net: nn.Module) -> Tensor:
+    return net.own if id(net.own) == net.key else net.own.detach()
+
+
+OTHERWISE = {
+    "its id": {"gain": lambda net: 3.0 if id(net.own) == net.key else 1.0},
+    "a dictionary of parameters": {"gain": lambda net: net.gains.get(net.own, 1.0)},
+    "a list of parameters": {"gain": lambda net: net.listed[0]},
+    "gradients alone": {"weight": own_or_detached},
+}
+
+
 @pytest.mark.parametrize(
     "run", [lambda n, x: n.linear(x) * n.w, into_a_row], ids=["whole batch", "vmap"]
 )
-def test_a_module_that_asks_which_parameter_it_has_is_refused(run, key, mode):
-    network = nn.Sequential(nn.Linear(5, 5), ByIdentity(key, run)).double()
+@pytest.mark.parametrize(("name", "mode"), in_turn(OTHERWISE, MODES, fast=2))
+def test_a_module_that_asks_which_parameter_it_has_is_refused(name, run, mode):
+    """Where results differ, or gradients alone."""
+    network = nn.Sequential(nn.Linear(5, 5), Asking(run, **OTHERWISE[name])).double()
     model = private(network, mode, 0.5)
-    with pytest.raises(ValueError, match=r"1 \(ByIdentity\) computes otherwise .*by its name"):
+    with pytest.raises(ValueError, match=r"1 \(Asking\) computes otherwise .*by its name"):
         model(torch.randn(SAMPLES, 5, 5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("row", [False, True], ids=["whole batch", "vmap"])
-def test_a_difference_in_gradients_alone_is_noticed(row):
-    class Choosing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.linear, self.key = bare(5), nn.Linear(5, 5), None
-
-        def forward(self, x):
-            w = self.w if id(self.w) == self.key else self.w.detach()
-            y = self.linear(x) * w
-            y[:, 0] = self.w.detach() if row else 0
-            return y
-
-    network = Choosing()
-    network.key = id(network.w)
-    with pytest.raises(ValueError, match=r"\(Choosing\) computes otherwise .*by its name"):
-        private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
-
-
-class Listing(nn.Module):
-    """Reads a parameter from a list, where no copy can take its place."""
-
-    def __init__(self, run):
-        super().__init__()
-        self.w, self.linear, self.run = bare(5), nn.Linear(5, 5), run
-        self.scale = bare(5)
-        self.listed = [self.scale]
-
-    def forward(self, x):
-        return self.run(self, x) * self.listed[0]
-
-
-@pytest.mark.parametrize(
-    "run", [lambda n, x: n.linear(x) * n.w, into_a_row], ids=["whole batch", "vmap"]
-)
-def test_a_parameter_that_is_read_from_a_list_is_refused(run):
-    network = nn.Sequential(nn.Linear(5, 5), Listing(run))
-    with pytest.raises(ValueError, match=r"1 \(Listing\) computes otherwise .*by its name"):
-        private(network, "bookkeeping", 0.5)(torch.randn(SAMPLES, 5, 5))
 
 
 class Changing(nn.Module):
@@ -390,25 +371,6 @@ def test_a_mask_is_left_out_where_it_hides_nothing(row):
     x[row, 0] = 20
     batch = x, torch.randn_like(plain(x))
     assert_step(model, plain, batch, limit=0.5)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dims", "dim", "expected"),
-    [
-        ((5,), 3, 0, (4, 1, 5)),
-        ((5,), 3, 1, (4, 5)),
-        ((), 2, 0, (4, 1)),
-        ((3, 1, 5), 3, 1, (3, 4, 5)),
-        ((1, 5), 2, 0, (4, 5)),
-        ((1, 3, 5), 3, 0, (4, 3, 5)),
-    ],
-)
-def test_copies_are_laid_beside_the_samples(shape, dims, dim, expected):
-    copies = torch.arange(4.0).view(4, *(1,) * len(shape)).expand(4, *shape)
-    found = laid_beside(copies, dims, dim)
-    assert found.shape == expected
-    samples = found.movedim(found.dim() - dims + dim, 0)
-    assert [row.unique().tolist() for row in samples] == [[0.0], [1.0], [2.0], [3.0]]
 
 
 def sorted_by(run: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
