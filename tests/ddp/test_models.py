@@ -107,17 +107,6 @@ def another_order_on_each_rank(context: Context, name: str) -> None:
         pair.step(branches_loss(step, order), set_to_none=step % 2 == 0)
 
 
-@on_ranks(1, "ranks")
-def test_world_size_one(context: Context, implementation: str) -> None:
-    for reduce in ("mean", "sum"):
-        pair = Beside(
-            context, implementation, Chain(), reduce=reduce, **small_buckets(implementation)
-        )
-        for step in range(3):
-            pair.backward(chain_loss(step), synchronise=False)
-            pair.step(chain_loss(step + 5))
-
-
 @on_ranks(2, "ranks")
 def test_what_the_wrapper_looks_like(context: Context, implementation: str) -> None:
     """An nn.Module: `.module` is the network, and checkpoints have the keys of PyTorch's DDP."""
