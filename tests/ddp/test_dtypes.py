@@ -10,13 +10,13 @@ from ddp import implementation, wrap
 from ddp.copy_engine import CopyEngineDDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
-    Chain,
     chain_loss,
     is_sharded,
     is_torch,
     numbers,
     small_buckets,
     whole_gradients,
+    wrapped,
 )
 from tests.support.differences import keeps_strides, sends_gradients_alone
 from tests.support.on_ranks import on_ranks
@@ -148,7 +148,7 @@ def check_that_it_can_be_undone(context: Context, model: nn.Module) -> None:
 
 def by_autograd(context: Context, name: str) -> None:
     """16-bit gradients are added up in float32, over microbatches and over ranks."""
-    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model = wrapped(context, name, Mixed())
     model.gradient_dtype = torch.float32
     for step in range(3):
         expected = [torch.zeros_like(p, dtype=wide(p)) for p in trainable(model)]
@@ -171,7 +171,7 @@ def unused(context: Context, name: str) -> None:
     """Each rank hands over one of two parameters, and nobody the third."""
     network = nn.ParameterList(torch.zeros(3, dtype=torch.bfloat16) for _ in range(3))
     options = dict(small_buckets(name), find_unused_parameters=True, reduce="sum")
-    model = wrap(name, network.to(context.device), process_group=context.group, **options)
+    model = wrapped(context, name, network, **options)
     model.gradient_dtype = torch.float32
     for _ in range(3):
         mine = model.module[context.rank]
@@ -189,7 +189,7 @@ def unused(context: Context, name: str) -> None:
 
 
 def refused_dtypes(context: Context, name: str) -> None:
-    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model = wrapped(context, name, Mixed())
     model.reduce = "sum"
     with pytest.raises(ValueError, match=r"gradient_dtype: torch.int32 is not a floating type"):
         model.gradient_dtype = torch.int32
@@ -218,7 +218,7 @@ def refused_dtypes(context: Context, name: str) -> None:
 
 def unchanged(context: Context, name: str) -> None:
     """A float32 network: the plan, the gradients and their memory stay what they were."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    model = wrapped(context, name)
     chain_loss(0)(model, context.rank).backward()
     model.finish_gradient_synchronization()
     before = [p.grad for p in model.parameters()]
@@ -234,7 +234,7 @@ def types_of_the_user(
     """A `grad_dtype` that was set before `wrap` is kept, used, and given back."""
     network = nn.Linear(6, 6, dtype=torch.bfloat16).to(context.device)
     network.weight.grad_dtype, network.bias.grad_dtype = torch.float32, None
-    model = wrap(name, network, process_group=context.group, **small_buckets(name))
+    model = wrapped(context, name, network)
 
     def loss(rank: int) -> Tensor:
         return network(numbers(4, 6, seed=1, rank=rank, like=model).bfloat16()).float().sum()
@@ -269,7 +269,7 @@ def types_of_the_user(
         if leave == "undone":
             model.gradient_dtype = None
         elif leave == "wrapped again":
-            model = wrap(name, network, process_group=context.group)
+            model = wrapped(context, name, network)
         else:
             del model
             gc.collect()
@@ -302,7 +302,7 @@ def test_autograd_accumulates_in_the_gradient_dtype(ranks, implementation):
 @pytest.mark.parametrize("name", ["torch_ddp", TUNED])
 @on_ranks(2)
 def test_the_reducer_of_torch_refuses_another_type(context: Context, name: str) -> None:
-    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model = wrapped(context, name, Mixed())
     model.gradient_dtype = torch.float32
     with pytest.raises(RuntimeError, match=r"gradient_dtype is for gradients .* gradient_ready"):
         mixed_loss(model, 0, context.rank).backward()
@@ -311,7 +311,7 @@ def test_the_reducer_of_torch_refuses_another_type(context: Context, name: str) 
 @on_ranks(2)
 def test_tuned_torch_ddp_by_hand(context: Context) -> None:
     float32_sums(context, TUNED)
-    model = wrap(TUNED, Mixed().to(context.device), process_group=context.group, reduce="sum")
+    model = wrapped(context, TUNED, Mixed(), reduce="sum")
     torch.autograd.grad(mixed_loss(model, 0, context.rank), trainable(model))
     with pytest.raises(RuntimeError, match="set gradients_come_by_hand = True"):
         hand_over(model, [torch.ones_like(p) for p in trainable(model)])
@@ -320,7 +320,7 @@ def test_tuned_torch_ddp_by_hand(context: Context) -> None:
 @on_ranks(2)
 def test_none_by_hand(context: Context) -> None:
     """The floor adds up what this rank hands over, and takes nothing back."""
-    model = wrap("none", Mixed().to(context.device), process_group=context.group, reduce="sum")
+    model = wrapped(context, "none", Mixed(), reduce="sum")
     model.gradient_dtype = torch.float32
     for _ in range(2):
         for _ in range(2):

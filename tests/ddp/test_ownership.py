@@ -4,26 +4,25 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
     Chain,
     chain_loss,
-    small_buckets,
     whole_gradients,
     whole_parameters,
+    wrapped,
 )
 
 
 def wrapped_again(context: Context, name: str) -> None:
     """While the first wrapper is alive and in the middle of a step: the last one is used."""
     for other in ("ddp_bucketed", "torch_ddp", name):
-        pair = Beside(context, other, Chain(), **small_buckets(other))
+        pair = Beside(context, other)
         first = pair.model
         pair.backward(chain_loss(0))  # never finished
         pair.zero_grad(set_to_none=True)
-        pair.model = wrap(name, first.module, process_group=context.group, **small_buckets(name))
+        pair.model = wrapped(context, name, first.module)
         first.finish_gradient_synchronization()  # does nothing: the step is forgotten
         with pytest.raises(RuntimeError, match="this network was wrapped again"):
             chain_loss(1)(first, context.rank)
@@ -40,26 +39,26 @@ def on_one_trunk(context: Context, name: str) -> None:
         return nn.Sequential(trunk, nn.Linear(6, width)).to(context.device)
 
     trunk = nn.Linear(6, 6)
-    actor = wrap(name, with_head(3), process_group=context.group)
+    actor = wrapped(context, name, with_head(3))
     critic = with_head(1)
     for network in (critic, nn.ModuleDict({"of": actor})):  # around a wrapper, too
         with pytest.raises(RuntimeError, match=r"weight is a parameter of another wrapped .*0\."):
-            wrap(name, network, process_group=context.group)
+            wrapped(context, name, network)
     if context.rank == 1:  # there only: every rank is told
         del actor
         critic = nn.Linear(6, 6).to(context.device)
     with pytest.raises(RuntimeError, match=r"weight is a parameter of another wrapped network"):
-        wrap(name, critic, process_group=context.group)
+        wrapped(context, name, critic)
     actor = None
     trunk.requires_grad_(False)
-    assert wrap(name, with_head(1), process_group=context.group) is not None
+    assert wrapped(context, name, with_head(1)) is not None
 
 
 def in_a_loop(context: Context, name: str) -> None:
     """The variable still holds the last wrapper when the next one is made."""
     network = Chain().to(context.device)
     for step in range(3):
-        model = wrap(name, network, process_group=context.group, **small_buckets(name))
+        model = wrapped(context, name, network)
         chain_loss(step)(model, context.rank).backward()
         model.finish_gradient_synchronization()
         ours = [gradient.clone() for gradient in whole_gradients(model)]

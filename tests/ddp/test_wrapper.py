@@ -6,13 +6,12 @@ import io
 import pytest
 import torch
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Chain, chain_loss
+from tests.support.beside import chain_loss, wrapped
 
 
 def not_copied(context: Context, name: str) -> None:
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    model = wrapped(context, name)
     for copying in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
         with pytest.raises(RuntimeError, match=r"save model\.module, or model\.state_dict\(\)"):
             copying(model)
@@ -20,7 +19,7 @@ def not_copied(context: Context, name: str) -> None:
 
 def joined(context: Context, name: str) -> None:
     """Ranks with other numbers of batches take as many steps as the one that has the fewest."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    model = wrapped(context, name)
     optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
     for batches in ((3, 2), (1, 4), (2, 2)):
         steps = 0

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from ddp import wrap
 from ddp.sharded.internals.interface import STATUS_BYTES
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
+from tests.support.beside import Beside, chain_loss, numbers, wrapped
 from tests.support.on_ranks import on_ranks
 
 TWO = (None, False)
@@ -21,7 +20,7 @@ TWO = (None, False)
 
 def clipped(context: Context, name: str) -> None:
     for max_norm in (0.1, 1e9):
-        pair = Beside(context, name, Chain(), **small_buckets(name))
+        pair = Beside(context, name)
         pair.backward(chain_loss(0))
         pair.finish()
         expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), max_norm)
@@ -38,7 +37,7 @@ def test_clipping_takes_the_norm_over_all_ranks(cpu_ranks):
 @on_ranks(2)
 def test_clipping_by_pytorch_is_refused_with_what_to_call(context: Context, name: str) -> None:
     """Checks that what is said is right, and that no gradient was changed, read or copied."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     pair.backward(chain_loss(0))
     pair.finish()
     utils, gradients = torch.nn.utils, [p.grad for p in pair.model.parameters()]
@@ -98,7 +97,7 @@ def test_ranks_without_pieces_take_part_in_the_norm(cpu_ranks):
 
 def set_to_zero(context: Context, name: str) -> None:
     """A `.grad` that is set to zero is zero for the norm, the optimizer and the next reduction."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(pair.reference.parameters(), lr=0.1, momentum=0.9)
     pair.backward(chain_loss(0))
@@ -112,8 +111,7 @@ def set_to_zero(context: Context, name: str) -> None:
         for each in (optimizer, plain):
             each.step()
             each.zero_grad(set_to_none=False)
-        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        pair.compare_values()
     pair.model.gradient_dtype = torch.float64
     assert all(not gradient.any() for gradient in pair.model.whole_gradients())
 
@@ -125,7 +123,7 @@ def test_a_gradient_that_is_set_to_zero(cpu_ranks):
 
 def too_early(context: Context, name: str) -> None:
     """Pieces of an earlier step, or of memory that a collective is writing to, are not used."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     pair.backward(chain_loss(0))
     pair.finish()
@@ -157,7 +155,7 @@ def test_gradients_that_are_not_reduced_are_refused(cpu_ranks):
 def wrapper_has_gone(context: Context, name: str) -> None:
     """Its stand-ins are known without it, and what `fsdp` had gathered is stale."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False))
-    model = wrap(name, module, process_group=context.group)
+    model = wrapped(context, name, module)
     plain = torch.optim.SGD(module.parameters(), lr=0.1)
     output = model(torch.ones(3))
     if name != "fsdp":
@@ -187,7 +185,7 @@ def test_a_plain_optimizer_is_refused_without_the_wrapper_too(cpu_ranks):
 
 def pieces(context: Context) -> None:
     """They tile the gradient over ranks, and the optimizer uses what is written to them."""
-    pair = Beside(context, "zero2", Chain(), **small_buckets("zero2"))
+    pair = Beside(context, "zero2")
     assert pair.model.gradient_pieces() == []
     pair.backward(chain_loss(0))
     pair.finish()
@@ -211,7 +209,7 @@ def test_pieces_are_what_the_optimizer_uses(cpu_ranks):
 
 
 def told(context: Context, name: str) -> None:
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    model = wrapped(context, name)
     status = "é" * 300 if context.rank == 1 else ""
     cut = "é" * (STATUS_BYTES // 2)
     assert model.exchange(status) == ["", cut, ""][: context.world_size]
@@ -224,7 +222,7 @@ def test_ranks_tell_each_other_their_status(cpu_ranks):
 
 
 def steps_ahead_of_its_gpu(context: Context, name: str) -> None:
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(torch.optim.Adam, lr=0.1)
     x = numbers(4, 6, seed=0, rank=context.rank, like=pair.model)
     for is_late in (False, False, True):

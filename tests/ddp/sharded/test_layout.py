@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import wrap
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.slices import pieces_of
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.beside import wrapped
 
 SHAPES = [
     [(3, 5), (), (7,), (2, 3, 4)],
@@ -61,7 +61,7 @@ def test_pieces_tile_every_parameter(cpu_ranks, world_size):
 def stand_ins(context: Context) -> None:
     """`.grad` says what is reduced, and becomes this rank's part again."""
     module = nn.ParameterList([torch.ones(s, dtype=torch.bfloat16) for s in ((3, 2), (), (5,))])
-    model = wrap("zero1", module, process_group=context.group)
+    model = wrapped(context, "zero1", module)
     parameters = list(module.parameters())
     for p in parameters:
         p.grad = torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + context.rank

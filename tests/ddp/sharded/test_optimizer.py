@@ -9,14 +9,7 @@ from torch import nn, optim
 from ddp import wrap
 from ddp.sharded.optimizer import ELEMENTWISE
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import (
-    Beside,
-    Branches,
-    Chain,
-    branches_loss,
-    chain_loss,
-    small_buckets,
-)
+from tests.support.beside import Beside, Branches, branches_loss, chain_loss, wrapped
 from tests.support.on_ranks import on_ranks
 
 NAME = "zero1"
@@ -31,7 +24,7 @@ def in_groups(model: nn.Module) -> list[dict]:
 
 def pair_with_optimizers(context: Context, cls=torch.optim.AdamW, **options):
     torch.manual_seed(0)
-    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    pair = Beside(context, NAME)
     ours = pair.model.make_optimizer(cls, params=in_groups(pair.model), **options)
     return pair, ours, cls(in_groups(pair.reference), **options)
 
@@ -43,8 +36,7 @@ def train(pair: Beside, optimizers, steps: range) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        pair.compare_values()
 
 
 def saved(context: Context) -> tuple[dict, dict]:
@@ -92,7 +84,7 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(cpu_ranks):
 @on_ranks(2)
 def test_a_loaded_state_is_of_the_slices_dtype(context: Context) -> None:
     """The state keeps the dtype of the slices where the network computes in another one."""
-    model = wrap("fsdp", Chain(), process_group=context.group, param_dtype=torch.bfloat16)
+    model = wrapped(context, "fsdp", param_dtype=torch.bfloat16)
     optimizer = model.make_optimizer(torch.optim.AdamW, fused=True)
     for step in range(2):
         chain_loss(step)(model, context.rank).backward()
@@ -141,7 +133,7 @@ class Signs(torch.optim.Optimizer):
 @on_ranks(2)
 def test_what_a_step_notes_in_a_group_stays(context: Context) -> None:
     """It is saved, and counts once for all slices; names of parameters stay too."""
-    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    pair = Beside(context, NAME)
     ours = pair.model.make_optimizer(Signs, params=pair.model.module.named_parameters())
     plain = Signs(pair.reference.named_parameters())
     train(pair, (ours, plain), range(2))
@@ -174,7 +166,7 @@ def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls):
 
 @on_ranks(2)
 def test_refusals(context: Context) -> None:
-    model = wrap(NAME, Chain(), process_group=context.group)
+    model = wrapped(context, NAME)
     with pytest.raises(TypeError, match=r"Muon may look at whole tensors.*ddp_bucketed"):
         model.make_optimizer(torch.optim.Muon)
     with pytest.raises(ValueError, match=r"does not train parameters of shapes \[\[3\]\]"):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_optimizer import NAME, in_groups
-from tests.support.beside import Beside, Chain, chain_loss
+from tests.support.beside import Beside, chain_loss, wrapped
 from tests.support.on_ranks import on_ranks
 
 
@@ -17,7 +16,7 @@ from tests.support.on_ranks import on_ranks
 @on_ranks(2)
 def test_states_of_other_networks_are_refused(context: Context, name: str) -> None:
     """What fits no parameter is refused by name, before anything changes; what fits is taken."""
-    model = wrap(name, Chain(), process_group=context.group)
+    model = wrapped(context, name)
     groups = in_groups(model)
     groups[0]["amsgrad"] = True  # so that a value exists which the defaults do not tell of
     optimizer = model.make_optimizer(torch.optim.Adam, params=groups, lr=0.1)

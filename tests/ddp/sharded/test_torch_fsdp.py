@@ -8,6 +8,7 @@ import torch
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
+from tests.support.beside import wrapped
 from tests.support.on_ranks import on_ranks
 
 
@@ -52,7 +53,7 @@ def test_it_trains_and_its_checkpoints_are_whole(context: Context) -> None:
 
 @on_ranks(2)
 def test_a_network_that_is_sharded_already_is_refused(context: Context) -> None:
-    network = wrap("torch_fsdp", Network(), process_group=context.group).module
+    network = wrapped(context, "torch_fsdp", Network()).module
     for name in ("ddp_bucketed", "zero1", "fsdp", "torch_ddp", "torch_fsdp"):
         with pytest.raises(RuntimeError, match=r"weight is a DTensor.*wrap\(\"torch_fsdp\", net"):
-            wrap(name, network, process_group=context.group)
+            wrapped(context, name, network)

@@ -2,14 +2,13 @@
 
 import torch
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Chain, chain_loss
+from tests.support.beside import Chain, chain_loss, wrapped
 
 
 def whole_on_every_rank(context: Context) -> tuple[int, dict]:
     torch.manual_seed(0)
-    model = wrap("torch_zero1", Chain(), process_group=context.group)
+    model = wrapped(context, "torch_zero1")
     optimizer = model.make_optimizer(torch.optim.Adam, lr=0.01)
     for step in range(2):
         chain_loss(step)(model, context.rank).backward()
