@@ -12,6 +12,7 @@ PROGRAMS = {
     "two_synchronising_backwards": "backward backward finish zero",
     "no_sync_then_synchronise": "( backward backward ) backward finish zero",
     "never_zeroed": "( backward ) backward finish",
+    "cleared_behind_no_sync": "backward finish ( backward ) zero backward finish zero",
     "several_forwards": "forward forward forward together finish zero",
     "second_finish": "finish backward finish again zero",
     "exception_in_no_sync": "raise backward finish zero ( ( ) ) backward finish zero",
@@ -25,6 +26,7 @@ PROGRAMS = {
 BEYOND_TORCH = {  # PyTorch's reducer is done, or not prepared, at the second backward
     "no_sync_behind_a_synchronising_backward": "backward ( backward ) finish zero",
     "two_forwards_then_two_backwards": "forward forward each finish zero",
+    "two_backwards_through_one_graph": "forward forward keep each finish zero",
 }
 
 
@@ -37,6 +39,7 @@ class Program(Beside):
     forward     a forward, whose backward comes later
     together    the backward of the forwards so far, as one
     each        the backward of each of them
+    keep        the same, and their graphs are kept for another one
     finish      the gradients are those of all ranks
     again       a second finish, on one rank: no collective, and nothing changes
     own         finish, after which the gradients are this rank's own: nothing has travelled
@@ -77,12 +80,16 @@ class Program(Beside):
     def each(self) -> None:
         self._backward(*self.losses.values())
 
-    def _backward(self, *losses: Tensor) -> None:
+    def keep(self) -> None:
+        self._backward(*self.losses.values(), keep=True)
+
+    def _backward(self, *losses: Tensor, keep: bool = False) -> None:
         for loss in losses:
-            loss.backward()
+            loss.backward(retain_graph=keep)
         for seed in self.losses:
             self.reference_backward(chain_loss(seed))
-        self.losses.clear()
+        if not keep:
+            self.losses.clear()
 
     def again(self) -> None:
         if self.rank == 0:

@@ -146,7 +146,7 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
     ("a reduced slice is averaged again", "sharded/internals/gradients.py",
      "own.mul_(self._reduction.contributors)", "pass", "test_accumulation.py", "zero1"),
     ("cleared gradients come back in the next backward", "sharded/internals/gradients.py",
-     "            own.zero_()\n", "", "sharded/test_layout.py"),
+     "            own.zero_()\n", "", "sharded/test_interface.py", "set_to_zero"),
     ("the norm is that of this rank's slices", "sharded/internals/interface.py",
      "dist.all_reduce(square, group=self.process_group)", "pass", "sharded/test_interface.py",
      "clipping"),
@@ -243,12 +243,9 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
     ("backward does not start the next gather", "sharded/internals/blocks.py",
      "            start(block.units)\n", "            pass\n", "sharded/test_fsdp.py", "overlap"),
     ("reduced slices of earlier backwards are lost", "sharded/internals/gradients.py",
-     "[piece.of_whole].copy_(own)", "[piece.of_whole]",
-     "sharded/test_fsdp.py", "accumulation"),
+     "[piece.of_whole].copy_(own)", "[piece.of_whole]", "test_accumulation.py", "fsdp"),
     ("gradients that were zeroed come back", "sharded/internals/gradients.py",
-     "if stand_in.is_cleared:", "if False:",
-     "sharded/test_fsdp.py",
-     "accumulation"),
+     "if stand_in.is_cleared:", "if False:", "test_accumulation.py", "fsdp"),
     ("a slice is freed that stands for what other ranks have used",
      "sharded/internals/interface.py",
      "if all(self.gradients.parameters[i].grad is None for i in unit.members):",
@@ -266,7 +263,8 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
      "if in_backward() and not self._is_next():", "if False:", "sharded/test_fsdp_networks.py",
      "order_of_the_wire"),
     ("the ranks' first calls are not compared", "sharded/internals/blocks.py",
-     "agree(block.name, OTHER_ORDERS)", "pass", "sharded/test_call_order.py"),
+     "agree(block.name, OTHER_ORDERS)", "pass", "sharded/test_fsdp_networks.py",
+     "another_order"),
 ]  # fmt: skip
 
 MUTANTS = [

@@ -123,7 +123,24 @@ def test_it_trains_as_one_process_on_all_data(cpu_ranks, made, world_size):
     cpu_ranks.run(world_size, trains, MADE[made])
 
 
-def two_optimizers(context: Context, turn: int) -> None:
+class _All:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+@on_ranks(2)
+def test_two_optimizers(context: Context, turn: int) -> None:
     """They step parts of the network one after another; a forward gathers no unit twice."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
@@ -152,24 +169,6 @@ def two_optimizers(context: Context, turn: int) -> None:
     assert ahead + rest == in_all
 
 
-class _All:
-    def __init__(self, optimizers: list[torch.optim.Optimizer]):
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-def test_two_optimizers(cpu_ranks):
-    for turn in (1, -1):
-        cpu_ranks.run(2, two_optimizers, turn)
-
-
 @on_ranks(2)
 def test_two_optimizers_of_one_unit(context: Context) -> None:
     """Both step a part of it, and what the first one has gathered is not whole."""
@@ -182,11 +181,7 @@ def test_two_optimizers_of_one_unit(context: Context) -> None:
     for step in range(3):
         pair.backward(step)
         pair.finish()
-        for both in (pair.optimizer, pair.other):
-            both.step()
-            both.zero_grad()
-    pair.backward(9)
-    pair.finish()
+        pair.step()
 
 
 def frozen() -> nn.Module:
@@ -322,55 +317,6 @@ def test_gathers_and_reductions_overlap(context: Context, checkpointing: bool) -
 
 
 @on_ranks(2)
-def test_failures(context: Context) -> None:
-    """A failed backward, one that never comes, and evaluation before a backward."""
-    pair = Pair(context, Network())
-    for step, fail in enumerate((0, 1, 2)):
-        loss = loss_of(pair.model, 90 + step, context.rank)
-        handle = pair.model.module.blocks[fail][0].weight.register_hook(lambda _g: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(pair.model, 80 + step, context.rank).backward()
-        handle.remove()
-        pair.model.zero_grad()
-        loss = loss_of(pair.model, step, context.rank)
-        with torch.no_grad():
-            loss_of(pair.model.eval(), 70, context.rank)
-        pair.model.train()
-        loss.backward()
-        pair.reference_backward(step)
-        pair.finish()
-        pair.step()
-    pair.model(tokens(0, 0))
-    with pytest.raises(RuntimeError, match="got no gradient"):
-        pair.model.finish_gradient_synchronization()
-
-
-@on_ranks(2)
-def test_gradients_by_hand(context: Context) -> None:
-    """A private engine: `autograd.grad`, then whole sums by hand, each reduced and freed."""
-    pair = Pair(context, Network(), reduce="sum")
-    parameters = list(pair.model.parameters())
-    for step in range(2):
-        sums = torch.autograd.grad(loss_of(pair.model, step, context.rank), parameters)
-        assert not any(
-            u.values.untyped_storage().size() for b in pair.model.blocks for u in b.units
-        )
-        for p, total in reversed(list(zip(parameters, sums, strict=True))):
-            pair.model.before_gradient(p)
-            p.grad = total
-            pair.model.gradient_ready(p)
-        pair.reference_backward(step)
-        pair.finish()
-        pieces = pair.model.gradient_pieces()
-        whole = dict(zip(parameters, pair.model.whole_gradients(), strict=True))
-        for p, offset, numel, gradient in pieces:
-            assert torch.equal(gradient, whole[p].flatten()[offset : offset + numel])
-        norm = pair.model.clip_grad_norm_(0.1)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1))
-        pair.step()
-
-
-@on_ranks(2)
 def test_a_network_is_freed_with_its_wrapper(context: Context) -> None:
     """The network goes with its wrapper, also after steps whose graphs had hooks."""
     pair = Pair(context, Network())
@@ -382,35 +328,6 @@ def test_a_network_is_freed_with_its_wrapper(context: Context) -> None:
     del pair
     gc.collect()
     assert network() is None
-
-
-@on_ranks(2)
-def test_a_plain_optimizer_is_refused(context: Context) -> None:
-    pair = Pair(context, Network())
-    pair.backward(0)
-    pair.finish()
-    before = [unit.shard.clone() for unit in pair.model.units]
-    with pytest.raises(RuntimeError, match=r"step by model\.make_optimizer\(cls"):
-        torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
-    assert all(map(torch.equal, before, [unit.shard for unit in pair.model.units]))
-    pair.step()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_a_gradient_that_is_cleared_behind_no_sync(context: Context, set_to_none: bool) -> None:
-    """A gradient of before, which a backward under `no_sync` was added to, is cleared with it."""
-    torch.manual_seed(0)
-    pair = Pair(context, Network())
-    for step in range(2):
-        loss_of(pair.model, step, context.rank).backward()
-        pair.model.finish_gradient_synchronization()
-        with pair.model.no_sync():
-            loss_of(pair.model, step + 1, context.rank).backward()
-        pair.model.zero_grad(set_to_none=set_to_none)
-        pair.backward(step + 2)
-        pair.finish()
-        pair.step()
 
 
 @on_ranks(2)
