@@ -170,6 +170,8 @@ def forward_order_observed(context: Context, name: str) -> list:
 
 @on_ranks(2)
 def test_none_is_silent(context: Context) -> None:
+    """Gradients stay this rank's own."""
+
     @with_steps
     def check(steps: Steps) -> None:
         for _ in range(2):
@@ -183,7 +185,8 @@ def test_none_is_silent(context: Context) -> None:
             for gradient, local in zip(mine, own, strict=True):
                 torch.testing.assert_close(gradient, local)
 
-    check(context, "none")
+    for reduce in ("mean", "sum"):
+        check(context, "none", reduce=reduce)
 
 
 @pytest.mark.parametrize("name", ["ddp", *OVERLAPPING, "torch_ddp"])

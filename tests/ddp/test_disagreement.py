@@ -161,6 +161,7 @@ def test_tuned_torch_ddp_learns_its_graph_first(context: Context) -> None:
     for step in range(3):
         chain_loss(step)(model, context.rank).backward()
         model.finish_gradient_synchronization()
+        assert model.stats()["collectives"] == 1
         model.zero_grad()
 
 

@@ -127,24 +127,12 @@ def created_graphs(context: Context, name: str) -> None:
         network.zero_grad()
 
 
-def retained_graphs(context: Context, name: str) -> None:
-    network = Chain().to(context.device)
-    register(network, in_place)
-    model = wrapped(context, name, network)
-    loss = chain_loss(2)(model, context.rank)
-    loss.backward(retain_graph=True)
-    network.zero_grad()
-    loss.backward()
-    model.finish_gradient_synchronization()
-    check(context, model, 2, in_place)
-
-
 @pytest.mark.parametrize("body", [post_accumulate, optimizer_in_backward])
 def test_hooks_of_a_user(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-@pytest.mark.parametrize("body", [hook_that_raises, created_graphs, retained_graphs])
+@pytest.mark.parametrize("body", [hook_that_raises, created_graphs])
 def test_hooks_beyond_torch(ranks, hand_built, body):
     """PyTorch's reducer cannot go on after a failed backward, and refuses `create_graph`."""
     ranks.run(2, body, hand_built)

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import wrapped
 from tests.support.on_ranks import on_ranks
@@ -42,16 +41,3 @@ def test_gradients_are_slices_of_one_buffer(context: Context) -> None:
     loss.backward()
     model.finish_gradient_synchronization()
     assert model.stats() == {"collectives": 1, "bytes": 4 * 13, "buckets": 1}
-
-
-@on_ranks(2)
-def test_gradients_of_none_are_this_ranks_own(context: Context) -> None:
-    for reduce in ("mean", "sum"):
-        model = wrap("none", nn.Linear(2, 1), process_group=context.group, reduce=reduce)
-        for backwards in (1, 2):
-            for _ in range(backwards):
-                model(torch.full((1, 2), float(context.rank))).sum().backward()
-            model.finish_gradient_synchronization()
-            assert (model.module.weight.grad == backwards * context.rank).all()
-            assert model.stats()["collectives"] == model.stats()["bytes"] == 0
-            model.zero_grad()

@@ -37,7 +37,7 @@ REFUSED = {
 REDUCED = {  # behaviours that compare with a gradient, or buffers, that all ranks share
     "train_beside_reference", "one_loop", "test_a_wrapper_leaves_no_trace", "wrapped_again",
     "in_a_loop", "refusals", "nothing_in_the_first",
-    "post_accumulate", "hook_that_raises", "created_graphs", "retained_graphs",
+    "post_accumulate", "hook_that_raises", "created_graphs",
     "test_a_gradient_of_none_counts_as_zero",
     "driven_by_hand", "incomplete", "rounds_by_hand", "failed_by_hand", "autograd_behind_by_hand",
     "float32_sums", "by_autograd", "unused", "refused_dtypes", "types_of_the_user",

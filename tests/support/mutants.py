@@ -193,7 +193,7 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
      "looks"),
     ("an optimizer that looks at whole tensors steps slices", "sharded/optimizer.py",
      'getattr(self.cls, "treats_elements_alone", False)', "True", "sharded/test_optimizer.py",
-     "refusals"),
+     "elements_alone"),
     ("what a forward writes to parameters is lost", "sharded/internals/views.py",
      "take_written(unit.own(unit.values), unit.shard)", "pass", "sharded/test_fsdp_parameters.py",
      "forward_writes"),
