@@ -139,12 +139,7 @@ def views_are_rebound(context: Context, name: str) -> None:
     pair = Beside(context, name)
     optimizers = pair.optimizers(torch.optim.AdamW, lr=0.01)
     for step in range(6):
-        pair.backward(chain_loss(step))
-        pair.finish()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 3 != 1)
-    pair.compare_values()
+        pair.train(optimizers, chain_loss(step), set_to_none=step % 3 != 1)
 
 
 class CheckpointedChain(Chain):

@@ -36,16 +36,13 @@ def test_gradients_have_the_strides_of_their_parameters(
     def loss(model, rank):
         return model(numbers(2, 2, 5, 5, seed=3, rank=rank, like=model)).square().sum()
 
-    optimizers = pair.optimizers(torch.optim.AdamW, lr=0.1, fused=True)  # fmt: skip
+    optimizers = pair.optimizers(torch.optim.AdamW, lr=0.1, fused=True)
     for _ in range(3):
-        pair.backward(loss)
-        pair.finish()
-        weight = pair.model.module.weight
-        assert weight.grad.stride() == weight.stride() or is_sharded(pair.model)
-        for optimizer in optimizers:
-            optimizer.step()
-        pair.zero_grad(set_to_none=True)
-    pair.compare_values()
+        pair.train(optimizers, loss)
+    pair.backward(loss)
+    pair.finish()
+    weight = pair.model.module.weight
+    assert weight.grad.stride() == weight.stride() or is_sharded(pair.model)
 
 
 def failed_microbatch(context: Context, name: str) -> None:

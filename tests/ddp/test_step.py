@@ -18,7 +18,6 @@ from tests.support.beside import (
     make_optimizer,
     numbers,
     small_buckets,
-    whole_gradients,
     wrapped,
 )
 from tests.support.differences import any_order
@@ -132,8 +131,7 @@ def alive(kind: type) -> int:
 def test_nothing_leaks_over_fifty_steps(context: Context, implementation: str) -> None:
     """As many handles and tensors after fifty steps as after five."""
     torch.manual_seed(0)
-    module = Chain().to(context.device)
-    model = wrapped(context, implementation, module)
+    model = wrapped(context, implementation)
     optimizer = make_optimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)
     counts = []
     for step in range(50):
@@ -175,23 +173,18 @@ def hooks_of(module: nn.Module) -> int:
 def test_a_wrapper_leaves_no_trace(context: Context, implementation: str) -> None:
     module = Chain().to(context.device)
     for turn in range(3):  # the same network, wrapped again and again
-        model = wrapped(context, implementation, module)
-        loss = chain_loss(turn)
+        pair = Beside(context, implementation, module)
         for _ in range(2):
-            loss(model, context.rank).backward()
-            model.finish_gradient_synchronization()
-            gradients = [gradient.clone() for gradient in whole_gradients(model)]
-            module.zero_grad()
-        gone = weakref.ref(model)
-        del model
+            pair.step(chain_loss(turn))
+        gone, reference = weakref.ref(pair.model), pair.reference
+        del pair
         gc.collect()
         assert gone() is None, "something keeps the wrapper alive"
         assert hooks_of(module) == 0
-        module.zero_grad()
-        for rank in range(context.world_size):
-            (loss(module, rank) / context.world_size).backward()
-        for p, gradient in zip(module.parameters(), gradients, strict=True):
-            torch.testing.assert_close(p.grad, gradient)
+        for network in (module, reference):
+            chain_loss(turn)(network, context.rank).backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
         module.zero_grad()
 
 

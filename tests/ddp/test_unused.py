@@ -68,12 +68,7 @@ def untouched_where_nobody_used_it(context: Context, name: str) -> None:
     pair = pair_of(context, name)
     optimizers = pair.optimizers(torch.optim.SGD, lr=0.1, momentum=0.9)
     for step in range(5):
-        pair.backward(branches_loss(step, lambda r, s=step: [s % 2] if r == 0 else []))
-        pair.finish()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    pair.compare_values()
+        pair.train(optimizers, branches_loss(step, lambda r, s=step: [s % 2] if r == 0 else []))
     pair.step(branches_loss(9, lambda r: [0, 1, 2, 3]), set_to_none=False)
     pair.step(branches_loss(10, lambda r: [0]), set_to_none=False)
     pair.backward(branches_loss(11, lambda r: [0, 1, 2, 3]))

@@ -1,7 +1,7 @@
 """A wrapped network and its single-process reference, taken through the same steps."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,6 +76,18 @@ class Beside:
     ) -> list[torch.optim.Optimizer]:
         """Returns the wrapper's optimizer and the reference's."""
         return [make_optimizer(module, cls, **options) for module in (self.model, self.reference)]
+
+    def train(
+        self, optimizers: Iterable[torch.optim.Optimizer], loss: Loss, set_to_none: bool = True
+    ) -> None:
+        """A step of both optimizers, before and behind which both networks are the same."""
+        self.backward(loss)
+        self.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+        self.compare_values()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def compare_values(self) -> None:
         for p, q in zip(whole_values(self.model), self.reference.parameters(), strict=True):

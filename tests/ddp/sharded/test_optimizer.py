@@ -30,12 +30,7 @@ def pair_with_optimizers(context: Context, cls=torch.optim.AdamW, **options):
 
 def train(pair: Beside, optimizers, steps: range) -> None:
     for step in steps:
-        pair.backward(chain_loss(step))
-        pair.finish()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        pair.compare_values()
+        pair.train(optimizers, chain_loss(step))
 
 
 def saved(context: Context) -> tuple[dict, dict]:

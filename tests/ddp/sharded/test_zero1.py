@@ -79,15 +79,9 @@ def test_parameters_stay_views(context: Context) -> None:
     """Before and after steps and a checkpoint."""
     pair = Beside(context, NAME)
     state = copy.deepcopy(pair.model.state_dict())
-    plain = torch.optim.AdamW(pair.reference.parameters())
-    optimizer = pair.model.make_optimizer(torch.optim.AdamW)
+    optimizers = pair.optimizers(torch.optim.AdamW)
     for turn in range(3):
-        pair.backward(chain_loss(turn))
-        pair.finish()
-        optimizer.step()
-        plain.step()
-        pair.compare_values()
-        pair.zero_grad(set_to_none=True)
+        pair.train(optimizers, chain_loss(turn))
         for unit in pair.model.units:
             for view, p in zip(unit.views(unit.values), unit.parameters, strict=True):
                 assert view.data_ptr() == p.data_ptr()
