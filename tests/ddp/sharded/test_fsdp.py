@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.on_ranks import on_ranks
-from tests.support.turns import in_turn
 
 
 class Network(nn.Module):
@@ -46,6 +44,10 @@ def tokens(step: int, rank: int) -> Tensor:
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     logits = model(tokens(step, rank)).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens(step + 50, rank).flatten())
+
+
+def tied() -> nn.Module:
+    return Network(tied=True)
 
 
 class Pair:
@@ -95,32 +97,21 @@ class Pair:
             torch.testing.assert_close(state[f"module.{name}"], value, **tolerance)
 
 
-def trains(context: Context, make: Callable[[], nn.Module], **options) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_trains_as_one_process_on_all_data(cpu_ranks, world_size):
+    cpu_ranks.run(world_size, trains)
+
+
+def trains(context: Context) -> None:
     torch.manual_seed(context.rank)  # rank 0's values go to all
-    network = make()
+    network = Network()
     torch.manual_seed(0)
-    pair = Pair(context, network, **options)
-    pair.reference.load_state_dict(make().state_dict())
+    pair = Pair(context, network)
+    pair.reference.load_state_dict(Network().state_dict())
     for step in range(3):
         pair.backward(step)
         pair.finish()
         pair.step()
-
-
-def tied() -> nn.Module:
-    return Network(tied=True)
-
-
-def checkpointed() -> nn.Module:
-    return Network(checkpointed=True)
-
-
-MADE = {"network": Network, "tied": tied, "checkpointed": checkpointed}
-
-
-@pytest.mark.parametrize(("made", "world_size"), in_turn(MADE, (3, 2, 1)))
-def test_it_trains_as_one_process_on_all_data(cpu_ranks, made, world_size):
-    cpu_ranks.run(world_size, trains, MADE[made])
 
 
 class _All:
@@ -182,18 +173,6 @@ def test_two_optimizers_of_one_unit(context: Context) -> None:
         pair.backward(step)
         pair.finish()
         pair.step()
-
-
-def frozen() -> nn.Module:
-    network = Network()
-    network.embedding.weight.requires_grad_(False)
-    network.blocks[1].requires_grad_(False)
-    network.blocks[2][0].weight.requires_grad_(False)
-    return network
-
-
-def test_frozen_parameters(cpu_ranks):
-    cpu_ranks.run(2, trains, frozen)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
-from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
+from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tied, tokens
 from tests.support.on_ranks import on_ranks
 
 
@@ -90,6 +90,18 @@ class Experts(nn.Module):
         for expert in self.experts:
             x = x + torch.tanh(expert(x))
         return self.behind(x)
+
+
+def checkpointed() -> nn.Module:
+    return Network(checkpointed=True)
+
+
+def frozen() -> nn.Module:
+    network = Network()
+    network.embedding.weight.requires_grad_(False)
+    network.blocks[1].requires_grad_(False)
+    network.blocks[2][0].weight.requires_grad_(False)
+    return network
 
 
 def nested() -> nn.Module:
@@ -197,6 +209,9 @@ def assert_freed_but_root(model: HandBuiltFSDP) -> None:
 @pytest.mark.parametrize(
     ("make", "options"),
     [
+        (tied, {}),
+        (checkpointed, {}),
+        (frozen, {}),
         (nested, {}),
         (nested_and_frozen, {}),
         (nested, {"units": (Experts, nn.Linear)}),
