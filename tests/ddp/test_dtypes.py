@@ -18,7 +18,7 @@ from tests.support.beside import (
     whole_gradients,
     wrapped,
 )
-from tests.support.differences import keeps_strides, sends_gradients_alone
+from tests.support.differences import is_divided, keeps_strides, sends_gradients_alone
 from tests.support.on_ranks import on_ranks
 from tests.support.recorder import RecordingGroup, recording
 
@@ -226,9 +226,7 @@ def unchanged(context: Context, name: str) -> None:
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
 
 
-def types_of_the_user(
-    context: Context, name: str, leaves: tuple[str, ...] = ("undone", "gone")
-) -> None:
+def types_of_the_user(context: Context, name: str) -> None:
     """A `grad_dtype` that was set before `wrap` is kept, used, and given back."""
     network = nn.Linear(6, 6, dtype=torch.bfloat16).to(context.device)
     network.weight.grad_dtype, network.bias.grad_dtype = torch.float32, None
@@ -261,7 +259,7 @@ def types_of_the_user(
         with pytest.raises(RuntimeError, match=r"bias has a gradient of torch\.float32 in place"):
             model.gradient_ready(network.bias)
         network.zero_grad()
-    for leave in leaves:
+    for leave in ("undone", *([] if is_divided(name) else ["wrapped again"]), "gone"):
         model.gradient_dtype = torch.float32
         check_types(torch.float32, torch.float32)
         if leave == "undone":
@@ -274,13 +272,9 @@ def types_of_the_user(
         check_types(torch.float32, None)
 
 
-def types_wrapped_again(context: Context, name: str) -> None:
-    types_of_the_user(context, name, leaves=("undone", "wrapped again", "gone"))
-
-
 @pytest.mark.parametrize(
     "body",
-    [float32_sums, unused, refused_dtypes, unchanged, types_of_the_user, types_wrapped_again],
+    [float32_sums, unused, refused_dtypes, unchanged, types_of_the_user],
 )
 def test_gradient_dtype(ranks, implementation, body):
     ranks.run(2, body, implementation)
