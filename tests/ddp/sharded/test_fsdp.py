@@ -172,7 +172,11 @@ def test_two_optimizers_of_one_unit(context: Context) -> None:
     for step in range(3):
         pair.backward(step)
         pair.finish()
-        pair.step()
+        for both in (pair.optimizer, pair.other):  # not `pair.step`, which gathers the values
+            both.step()
+            both.zero_grad()
+    pair.backward(9)
+    pair.finish()
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
