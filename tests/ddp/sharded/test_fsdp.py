@@ -98,11 +98,8 @@ class Pair:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_trains_as_one_process_on_all_data(cpu_ranks, world_size):
-    cpu_ranks.run(world_size, trains)
-
-
-def trains(context: Context) -> None:
+@on_ranks()
+def test_it_trains_as_one_process_on_all_data(context: Context) -> None:
     torch.manual_seed(context.rank)  # rank 0's values go to all
     network = Network()
     torch.manual_seed(0)

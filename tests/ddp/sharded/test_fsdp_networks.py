@@ -46,7 +46,11 @@ class Partly(Network):
         return self.head(x)
 
 
-def unused(context: Context, param_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_parts_of_blocks_and_between_blocks_are_unused(
+    context: Context, param_dtype: torch.dtype | None
+) -> None:
     """On some ranks, on all, on none; two backwards in a step, the second with less or more."""
     pair = Pair(context, Partly(), find_unused_parameters=True, param_dtype=param_dtype)
     plans = [
@@ -70,11 +74,6 @@ def unused(context: Context, param_dtype: torch.dtype | None) -> None:
             pair.step()
         pair.model.zero_grad()
         pair.reference.zero_grad()
-
-
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_parts_of_blocks_and_between_blocks_are_unused(cpu_ranks, param_dtype):
-    cpu_ranks.run(2, unused, param_dtype)
 
 
 class Experts(nn.Module):
@@ -187,25 +186,6 @@ class InSegmentsAndOutside(TwoSegments):
     also_outside = True
 
 
-def steps(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
-    torch.manual_seed(0)
-    pair = Pair(context, make(), **options)
-    for step in range(3):
-        pair.backward(step)
-        with torch.no_grad():  # evaluation before the step, and behind it
-            loss_of(pair.model.eval(), 70, context.rank)
-        pair.model.train()
-        pair.finish()
-        pair.step()
-        loss_of(pair.model, 71, context.rank)  # with a graph, and no backward
-        assert_freed_but_root(pair.model)
-
-
-def assert_freed_but_root(model: HandBuiltFSDP) -> None:
-    for block in model.blocks[1:]:
-        assert not any(unit.values.untyped_storage().size() for unit in block.units), block.name
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -224,8 +204,24 @@ def assert_freed_but_root(model: HandBuiltFSDP) -> None:
         (Network, {"units": ()}),
     ],
 )
-def test_networks(cpu_ranks, make, options):
-    cpu_ranks.run(2, steps, make, options)
+@on_ranks(2)
+def test_networks(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
+    torch.manual_seed(0)
+    pair = Pair(context, make(), **options)
+    for step in range(3):
+        pair.backward(step)
+        with torch.no_grad():  # evaluation before the step, and behind it
+            loss_of(pair.model.eval(), 70, context.rank)
+        pair.model.train()
+        pair.finish()
+        pair.step()
+        loss_of(pair.model, 71, context.rank)  # with a graph, and no backward
+        assert_freed_but_root(pair.model)
+
+
+def assert_freed_but_root(model: HandBuiltFSDP) -> None:
+    for block in model.blocks[1:]:
+        assert not any(unit.values.untyped_storage().size() for unit in block.units), block.name
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from torch import nn
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.slices import pieces_of
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 
 SHAPES = [
     [(3, 5), (), (7,), (2, 3, 4)],
@@ -22,7 +23,9 @@ SHAPES = [
 ]
 
 
-def tiled(context: Context) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_pieces_tile_every_parameter(context: Context) -> None:
     for shapes, dtype in product(SHAPES, (torch.bfloat16, torch.float32, torch.float64)):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
         unit = FlatUnit(parameters, context.group)
@@ -49,8 +52,3 @@ def tiled(context: Context) -> None:
         owners = Counter(member for _, members in everyone for member in members)
         assert set(owners) == set(range(len(shapes)))
         assert all(owners[m] == 1 for m, p in enumerate(parameters) if not p.numel())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_pieces_tile_every_parameter(cpu_ranks, world_size):
-    cpu_ranks.run(world_size, tiled)
