@@ -1,6 +1,5 @@
 """`fsdp`: values, memory, and what is on the wire when."""
 
-import copy
 import gc
 import weakref
 
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.beside import Beside
 from tests.support.on_ranks import on_ranks
 
 
@@ -50,25 +50,20 @@ def tied() -> nn.Module:
     return Network(tied=True)
 
 
-class Pair:
-    """The wrapped network, and its reference on the data of all ranks."""
+class Pair(Beside):
+    """The wrapped network, and its reference on the data of all ranks, with an optimizer each."""
 
     def __init__(self, context: Context, network: nn.Module, **options):
-        self.rank, self.world_size = context.rank, context.world_size
-        self.reference = copy.deepcopy(network)
-        self.model = HandBuiltFSDP(network, process_group=context.group, **options)
+        super().__init__(context, "fsdp", network, **options)
         self.dtype = options.get("param_dtype") or torch.float32
-        self.scale = 1 if self.model.reduce == "sum" else 1 / self.world_size
-        self.optimizer = self.model.make_optimizer(torch.optim.AdamW, lr=0.1)
-        trained = [p for p in self.reference.parameters() if p.requires_grad]
-        self.other = torch.optim.AdamW(trained, lr=0.1)
+        self.optimizer, self.other = self.optimizers(torch.optim.AdamW, lr=0.1)
 
     def backward(self, step: int) -> None:
         loss_of(self.model, step, self.rank).backward()
         self.reference_backward(step)
 
     def reference_backward(self, step: int) -> None:
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             (self.scale * loss_of(self._reference, step, rank)).backward()
 
     def _reference(self, x: Tensor) -> Tensor:
@@ -100,11 +95,10 @@ class Pair:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_it_trains_as_one_process_on_all_data(context: Context) -> None:
-    torch.manual_seed(context.rank)  # rank 0's values go to all
-    network = Network()
-    torch.manual_seed(0)
-    pair = Pair(context, network)
-    pair.reference.load_state_dict(Network().state_dict())
+    torch.manual_seed(context.rank)
+    pair = Pair(context, Network())
+    torch.manual_seed(0)  # rank 0's values go to all
+    torch.testing.assert_close(pair.reference.state_dict(), Network().state_dict())
     for step in range(3):
         pair.backward(step)
         pair.finish()
