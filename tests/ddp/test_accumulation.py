@@ -14,6 +14,7 @@ PROGRAMS = {
     "never_zeroed": "( backward ) backward finish",
     "cleared_behind_no_sync": "backward finish ( backward ) zero backward finish zero",
     "several_forwards": "forward forward forward together finish zero",
+    "forward_behind_finish": "backward finish forward compare together finish zero",
     "second_finish": "finish backward finish again zero",
     "exception_in_no_sync": "raise backward finish zero ( ( ) ) backward finish zero",
     "no_sync_around_a_forward": "( forward ) each own zero backward finish zero",
@@ -41,6 +42,7 @@ class Program(Beside):
     each        the backward of each of them
     keep        the same, and their graphs are kept for another one
     finish      the gradients are those of all ranks
+    compare     the same, without a finish
     again       a second finish, on one rank: no collective, and nothing changes
     own         finish, after which the gradients are this rank's own: nothing has travelled
     zero        zeroes the gradients, in the second turn in place

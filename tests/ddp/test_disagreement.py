@@ -131,16 +131,6 @@ def test_a_rank_without_a_loss_in_one_microbatch(ranks, implementation):
     ranks.run(2, nothing_in_the_first, implementation)
 
 
-@on_ranks(2, "ranks")
-def test_forward_between_finish_and_step(context: Context, implementation: str) -> None:
-    """Finished sums stay sums, whatever is computed before the optimizer uses them."""
-    pair = Beside(context, implementation, FailingChain(), reduce="sum")
-    pair.backward(chain_loss(1))
-    pair.finish()
-    chain_loss(2)(pair.model, context.rank)
-    pair.compare()
-
-
 @pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
 @on_ranks(2)
 def test_a_discarded_step_is_said(context: Context, name: str) -> None:
