@@ -104,7 +104,7 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
      "if self.has_failed():", "if False:", "test_step.py", "failed_backward"),
     ("the copy engine pulls before its peers have filled their buffers", "copy_engine/exchange.py",
      "        self._memory.signal()\n        self._memory.wait_for_peers()\n        for mine",
-     "        for mine", "copy_engine/test_variant.py"),
+     "        for mine", "test_copy_engine.py"),
     ("a discarded step passes for zeros", "internals/gradients.py",
      "self.absent = torch.nan", "self.absent = 0.0", "test_disagreement.py", "discards"),
     ("a user's later hooks run behind the reduction", "internals/hooks.py",
