@@ -236,7 +236,7 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
      "sharded/test_failed_steps.py", "changes_nothing and where_it_begins"),
     ("a parameter without elements has no owner", "sharded/slices.py",
      " or (unit.rank == 0 and parameter.numel() == 0):", ":",
-     "sharded/test_state.py", "without_elements"),
+     "sharded/test_optimizer.py", "without_elements"),
     ("a backward that fails before its first gradient is not seen", "internals/step.py",
      "x.register_hook(lambda _gradient: self.begin_backward(reduces))", "pass", "test_step.py",
      "before_its_first_gradient"),
