@@ -38,15 +38,14 @@ def pair_of(context: Context, name: str, reduce: str = "mean", unused: bool = Tr
 def planned(context: Context, name: str, *plans: str) -> None:
     for plan in plans:
         for reduce in ("mean", "sum"):
-            for set_to_none in (True, False):
-                pair = pair_of(context, name, reduce)
-                for step in range(4):
-                    for turn, which in enumerate((PLANS | BEYOND_TORCH)[plan]):
-                        loss = branches_loss(2 * step + turn, lambda r, w=which, s=step: w(r, s))
-                        is_local = plan == "accumulated_under_no_sync" and turn == 0
-                        pair.backward(loss, synchronise=not is_local)
-                    pair.finish()
-                    pair.zero_grad(set_to_none)
+            pair = pair_of(context, name, reduce)
+            for step in range(5):
+                for turn, which in enumerate((PLANS | BEYOND_TORCH)[plan]):
+                    loss = branches_loss(2 * step + turn, lambda r, w=which, s=step: w(r, s))
+                    is_local = plan == "accumulated_under_no_sync" and turn == 0
+                    pair.backward(loss, synchronise=not is_local)
+                pair.finish()
+                pair.zero_grad(set_to_none=step in (0, 3))
 
 
 @pytest.mark.parametrize("plan", PLANS)
