@@ -2,121 +2,146 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import (
-    Beside,
-    Chain,
-    chain_loss,
-    make_optimizer,
-    small_buckets,
-    whole_values,
-)
+from tests.support.beside import Beside, Chain, chain_loss
 
-CASES = [("mean", True), ("sum", False)]  # reduce, set_to_none
-
-
-def two_synchronising_backwards(context: Context, name: str) -> None:
-    for reduce, set_to_none in CASES:
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
-        for step in range(3):
-            pair.backward(chain_loss(2 * step))
-            pair.backward(chain_loss(2 * step + 1))
-            pair.finish()
-            pair.zero_grad(set_to_none)
-
-
-def no_sync_then_synchronise(context: Context, name: str) -> None:
-    for reduce, set_to_none in CASES:
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
-        for step in range(3):
-            for micro in range(2):
-                pair.backward(chain_loss(10 * step + micro), synchronise=False)
-            pair.backward(chain_loss(10 * step + 2))
-            pair.finish()
-            pair.zero_grad(set_to_none)
+PROGRAMS = {
+    "two_synchronising_backwards": "backward backward finish zero",
+    "no_sync_then_synchronise": "( backward backward ) backward finish zero",
+    "never_zeroed": "( backward ) backward finish",
+    "cleared_behind_no_sync": "backward finish ( backward ) zero backward finish zero",
+    "several_forwards": "forward forward forward together finish zero",
+    "forward_behind_finish": "backward finish forward compare together finish zero",
+    "second_finish": "finish backward finish again zero",
+    "exception_in_no_sync": "raise backward finish zero ( ( ) ) backward finish zero",
+    "no_sync_around_a_forward": "( forward ) each own zero backward finish zero",
+    "no_sync_around_a_backward": "forward ( each ) finish zero",
+    "no_sync_around_one_of_two_forwards": "forward ( forward together ) finish zero",
+    "eval_mode": "eval backward finish zero eval forward ( each ) finish zero train",
+    "eval_mode_behind_a_local_backward": "( backward ) eval backward finish train backward finish "
+    "zero",
+}
+BEYOND_TORCH = {  # PyTorch's reducer is done, or not prepared, at the second backward
+    "no_sync_behind_a_synchronising_backward": "backward ( backward ) finish zero",
+    "two_forwards_then_two_backwards": "forward forward each finish zero",
+    "two_backwards_through_one_graph": "forward forward keep each finish zero",
+}
 
 
-def never_zeroed(context: Context, name: str) -> None:
-    for reduce in ("mean", "sum"):
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
-        for step in range(4):
-            pair.backward(chain_loss(2 * step), synchronise=False)
-            pair.backward(chain_loss(2 * step + 1))
-            pair.finish()
+class Program(Beside):
+    """Runs programs of words. Each forward is that of a chain, with other data.
+
+    ( )         words between them are under `no_sync`
+    raise       an exception under `no_sync`
+    backward    a forward and its backward
+    forward     a forward, whose backward comes later
+    together    the backward of the forwards so far, as one
+    each        the backward of each of them
+    keep        the same, and their graphs are kept for another one
+    finish      the gradients are those of all ranks
+    compare     the same, without a finish
+    again       a second finish, on one rank: no collective, and nothing changes
+    own         finish, after which the gradients are this rank's own: nothing has travelled
+    zero        zeroes the gradients, in the second turn in place
+    eval train  the mode of the network
+    """
+
+    def run(self, program: str, turns: int = 3) -> None:
+        self.seed, self.losses, self.contexts = 0, {}, []
+        for self.turn in range(turns):
+            self.seeds: list[int] = []  # of this turn
+            for word in program.split():
+                getattr(self, {"(": "enter", ")": "leave", "raise": "fail"}.get(word, word))()
+
+    def enter(self) -> None:
+        self.contexts.append(self.model.no_sync())
+        self.contexts[-1].__enter__()
+
+    def leave(self) -> None:
+        self.contexts.pop().__exit__(None, None, None)
+
+    def fail(self) -> None:
+        with pytest.raises(KeyError), self.model.no_sync():
+            raise KeyError
+
+    def forward(self) -> None:
+        self.seed += 1
+        self.seeds.append(self.seed)
+        self.losses[self.seed] = chain_loss(self.seed)(self.model, self.rank)
+
+    def backward(self) -> None:
+        self.forward()
+        self.together()
+
+    def together(self) -> None:
+        self._backward(sum(self.losses.values()))
+
+    def each(self) -> None:
+        self._backward(*self.losses.values())
+
+    def keep(self) -> None:
+        self._backward(*self.losses.values(), keep=True)
+
+    def _backward(self, *losses: Tensor, keep: bool = False) -> None:
+        for loss in losses:
+            loss.backward(retain_graph=keep)
+        for seed in self.losses:
+            self.reference_backward(chain_loss(seed))
+        if not keep:
+            self.losses.clear()
+
+    def again(self) -> None:
+        if self.rank == 0:
+            self.model.finish_gradient_synchronization()
+        self.compare()
+
+    def own(self) -> None:
+        self.model.finish_gradient_synchronization()
+        loss = sum(chain_loss(seed)(self.reference, self.rank) for seed in self.seeds)
+        gradients = torch.autograd.grad(loss, list(self.reference.parameters()))
+        for p, gradient in zip(self.model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(p.grad, gradient)
+
+    def zero(self) -> None:
+        self.zero_grad(set_to_none=self.turn != 1)
+
+    def eval(self) -> None:
+        self.model.eval()
+
+    def train(self) -> None:
+        self.model.train()
 
 
-def no_sync_behind_a_synchronising_backward(context: Context, name: str) -> None:
-    for reduce, set_to_none in CASES:
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
-        for step in range(2):
-            pair.backward(chain_loss(2 * step))
-            pair.backward(chain_loss(2 * step + 1), synchronise=False)
-            pair.finish()
-            pair.zero_grad(set_to_none)
+def accumulated(context: Context, name: str, *programs: str) -> None:
+    for program in programs:
+        for reduce in ("mean", "sum"):
+            Program(context, name, reduce=reduce).run((PROGRAMS | BEYOND_TORCH)[program])
 
 
-def several_forwards(context: Context, name: str) -> None:
-    pair = Beside(context, name, Chain(), **small_buckets(name))
-
-    def loss(model, rank):
-        return sum(chain_loss(seed)(model, rank) for seed in (1, 2, 3))
-
-    for _ in range(3):
-        pair.step(loss)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_accumulation(ranks, implementation, program):
+    ranks.run(2, accumulated, implementation, program)
 
 
-def two_forwards_then_two_backwards(context: Context, name: str) -> None:
-    pair = Beside(context, name, Chain(), **small_buckets(name))
-    for step in range(3):
-        first, second = (chain_loss(2 * step + k)(pair.model, context.rank) for k in range(2))
-        first.backward()
-        second.backward()
-        for k in range(2):
-            pair.reference_backward(chain_loss(2 * step + k))
-        pair.finish()
-        pair.zero_grad(set_to_none=True)
+@pytest.mark.parametrize("program", BEYOND_TORCH)
+def test_accumulation_beyond_torch(ranks, hand_built, program):
+    ranks.run(2, accumulated, hand_built, program)
 
 
-def exception_in_no_sync(context: Context, name: str) -> None:
-    pair = Beside(context, name, Chain(), **small_buckets(name))
-    pair.step(chain_loss(0))
-    with pytest.raises(KeyError), pair.model.no_sync():
-        raise KeyError
-    pair.step(chain_loss(1))
-    with pair.model.no_sync(), pair.model.no_sync():
-        pass
-    pair.step(chain_loss(2))
-
-
-def second_finish(context: Context, name: str) -> None:
-    for reduce in ("mean", "sum"):
-        pair = Beside(context, name, Chain(), reduce=reduce, **small_buckets(name))
-        pair.model.finish_gradient_synchronization()  # nothing has happened yet
-        for step in range(3):
-            pair.backward(chain_loss(step))
-            pair.finish()
-            if context.rank == 0:  # no collective: one rank alone may call it
-                pair.model.finish_gradient_synchronization()
-            pair.compare()
-            pair.zero_grad(set_to_none=False)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_accumulation_on_other_numbers_of_ranks(ranks, implementation, world_size):
+    ranks.run(world_size, accumulated, implementation, "no_sync_then_synchronise")
 
 
 def views_are_rebound(context: Context, name: str) -> None:
     """Both ways of zeroing in turn; the optimizer always sees this step's values."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
-    optimizers = [
-        make_optimizer(m, torch.optim.AdamW, lr=0.01) for m in (pair.model, pair.reference)
-    ]
+    pair = Beside(context, name)
+    optimizers = pair.optimizers(torch.optim.AdamW, lr=0.01)
     for step in range(6):
-        pair.backward(chain_loss(step))
-        pair.finish()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 3 != 1)
-    for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q.detach())
+        pair.train(optimizers, chain_loss(step), set_to_none=step % 3 != 1)
 
 
 class CheckpointedChain(Chain):
@@ -128,15 +153,13 @@ class CheckpointedChain(Chain):
 
 def activation_checkpointing(context: Context, name: str) -> None:
     for unused in (False, True):
-        options = dict(small_buckets(name), find_unused_parameters=unused)
-        pair = Beside(context, name, CheckpointedChain(), **options)
-        for step in range(3):
-            pair.step(chain_loss(step), set_to_none=step == 0)
+        pair = Program(context, name, CheckpointedChain(), find_unused_parameters=unused)
+        pair.run("backward finish zero")
 
 
 def autograd_grad_changes_nothing(context: Context, name: str) -> None:
     """`torch.autograd.grad` between finish and the optimizer accumulates nothing."""
-    pair = Beside(context, name, Chain(), reduce="sum", **small_buckets(name))
+    pair = Beside(context, name, reduce="sum")
     for step in range(2):
         pair.backward(chain_loss(step))
         pair.finish()
@@ -145,32 +168,8 @@ def autograd_grad_changes_nothing(context: Context, name: str) -> None:
         pair.compare()
 
 
-# PyTorch's reducer is done, or not prepared, at the second backward of these.
-BEYOND_TORCH = [no_sync_behind_a_synchronising_backward, two_forwards_then_two_backwards]
-
-
 @pytest.mark.parametrize(
-    "body",
-    [
-        two_synchronising_backwards,
-        no_sync_then_synchronise,
-        never_zeroed,
-        several_forwards,
-        exception_in_no_sync,
-        second_finish,
-        views_are_rebound,
-        activation_checkpointing,
-        autograd_grad_changes_nothing,
-    ],
+    "body", [views_are_rebound, activation_checkpointing, autograd_grad_changes_nothing]
 )
-def test_accumulation(ranks, implementation, body):
+def test_gradients_in_a_step(ranks, implementation, body):
     ranks.run(2, body, implementation)
-
-
-@pytest.mark.parametrize("body", BEYOND_TORCH)
-def test_accumulation_beyond_torch(ranks, hand_built, body):
-    ranks.run(2, body, hand_built)
-
-
-def test_accumulation_on_three_ranks(ranks, implementation):
-    ranks.run(3, no_sync_then_synchronise, implementation)

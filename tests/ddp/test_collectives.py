@@ -1,5 +1,8 @@
 """How many collectives, when, of what size, and in which order: seen by a recording group."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -53,14 +56,11 @@ def plan_of(model: nn.Module) -> list[tuple[int, ...]]:
     ]
 
 
-def with_steps(body):
-    """Run `body(steps)` on a recording group."""
-
-    def run(context: Context, name: str, **options) -> object:
-        with recording(context.group) as group:
-            return body(Steps(group, context, name, **options))
-
-    return run
+@contextmanager
+def steps_of(context: Context, name: str, **options) -> Iterator[Steps]:
+    """Steps of a variant on a recording group."""
+    with recording(context.group) as group:
+        yield Steps(group, context, name, **options)
 
 
 def several_buckets(name: str) -> dict:
@@ -73,8 +73,7 @@ def several_buckets(name: str) -> dict:
 
 @on_ranks(2)
 def test_ddp_reduces_each_gradient_after_backward(context: Context) -> None:
-    @with_steps
-    def check(steps: Steps) -> None:
+    with steps_of(context, "ddp") as steps:
         for _ in range(3):
             events = steps.run()
             calls = gradient_collectives(events)
@@ -86,13 +85,10 @@ def test_ddp_reduces_each_gradient_after_backward(context: Context) -> None:
                     assert not e.asynchronous
                     assert events[i + 1].what == "wait"
 
-    check(context, "ddp")
-
 
 @on_ranks(2)
 def test_individual_launches_each_gradient_as_it_arrives(context: Context) -> None:
-    @with_steps
-    def check(steps: Steps) -> None:
+    with steps_of(context, "ddp_individual") as steps:
         for _ in range(3):
             events = steps.run()
             calls = gradient_collectives(events)
@@ -105,14 +101,11 @@ def test_individual_launches_each_gradient_as_it_arrives(context: Context) -> No
         assert kinds == ["allreduce", "ready"] * len(calls)
         assert "wait" not in [e.what for e in before_finish]
 
-    check(context, "ddp_individual")
-
 
 @pytest.mark.parametrize("name", PLANNED)
 @on_ranks(2)
 def test_collectives_are_those_of_the_plan(context: Context, name: str) -> None:
-    @with_steps
-    def check(steps: Steps) -> None:
+    with steps_of(context, name, **several_buckets(name)) as steps:
         for _ in range(3):
             plan = plan_of(steps.model)
             events = steps.run()
@@ -124,16 +117,12 @@ def test_collectives_are_those_of_the_plan(context: Context, name: str) -> None:
                 assert [c.numels for c in calls] == [(sum(sizes),) for sizes in plan]
         assert 2 <= len(calls) < len(list(steps.model.parameters())), "several, and batched"
 
-    check(context, name, **several_buckets(name))
-
 
 @pytest.mark.parametrize("name", OVERLAPPING)
 @on_ranks(2)
 def test_launches_overlap_backward(context: Context, name: str) -> None:
     """The first launch precedes the last hook, and nothing is waited for before finish."""
-
-    @with_steps
-    def check(steps: Steps) -> None:
+    with steps_of(context, name, **several_buckets(name)) as steps:
         for _ in range(3):
             events = steps.run()
             hooks_end, finish = position(events, "ready", last=True), position(events, "finish")
@@ -144,55 +133,47 @@ def test_launches_overlap_backward(context: Context, name: str) -> None:
             assert not [i for i in waits if first_launch < i < finish], "blocks in backward"
             assert len([i for i in waits if i > finish]) >= len(gradient_collectives(events))
 
-    check(context, name, **several_buckets(name))
-
 
 def forward_order_observed(context: Context, name: str) -> list:
     """Launches follow the observed order after the first step: rank 0's, on every rank."""
-
-    @with_steps
-    def check(steps: Steps) -> list:
-        r = steps.context.rank
+    with steps_of(context, name, **several_buckets(name)) as steps:
+        r = context.rank
         backwards = [5, 4, 3, 2, 1, 0]  # registration suggests the other direction
-        first, *later = (
-            steps.run(backwards if r == 0 else [(r + i) % 6 for i in range(6)]) for _ in range(3)
-        )
-        model = steps.model
-        names = model.gradients.names
-        launched = [names[i] for b in model.schedule.buckets for i in b.members]
+        order = backwards if r == 0 else [(r + i) % 6 for i in range(6)]
+        first, *later = (steps.run(order) for _ in range(3))
+        names, buckets = steps.model.gradients.names, steps.model.schedule.buckets
+        launched = [names[i] for b in buckets for i in b.members]
         if r == 0:
             assert launched == [e.detail for e in first if e.what == "ready"]
         sizes = [[(c.numels, c.op) for c in gradient_collectives(e)] for e in [first, *later]]
         return [launched, sizes]
 
-    return check(context, name, **several_buckets(name))
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_one_order_on_every_rank(cpu_ranks, name):
+    answers = cpu_ranks.run(3, forward_order_observed, name)
+    assert answers[0] == answers[1] == answers[2]
 
 
 @on_ranks(2)
 def test_none_is_silent(context: Context) -> None:
-    @with_steps
-    def check(steps: Steps) -> None:
-        for _ in range(2):
+    """Gradients stay this rank's own."""
+    for reduce in ("mean", "sum"):
+        with steps_of(context, "none", reduce=reduce) as steps:
             assert gradient_collectives(steps.run()) == []
             assert steps.model.stats()["collectives"] == steps.model.stats()["bytes"] == 0
-            expected = branches_loss(0, lambda r: [0, 1, 2, 3, 4, 5])
             mine = [p.grad.clone() for p in steps.model.parameters()]
-            steps.model.zero_grad()
-            loss = expected(steps.model.module, steps.context.rank)
+            loss = branches_loss(0, lambda r: [0, 1, 2, 3, 4, 5])(steps.model.module, context.rank)
             own = torch.autograd.grad(loss, list(steps.model.parameters()))
             for gradient, local in zip(mine, own, strict=True):
                 torch.testing.assert_close(gradient, local)
-
-    check(context, "none")
 
 
 @pytest.mark.parametrize("name", ["ddp", *OVERLAPPING, "torch_ddp"])
 @on_ranks(2)
 def test_stats_equal_what_was_recorded(context: Context, name: str) -> None:
     """Collectives and bytes are those recorded; under no_sync nothing travels."""
-
-    @with_steps
-    def check(steps: Steps) -> None:
+    with steps_of(context, name) as steps:
         for _ in range(3):
             calls = gradient_collectives(steps.run())
             calls = [c for c in calls if c.dtype == "torch.float32"]  # not agreements on integers
@@ -206,16 +187,12 @@ def test_stats_equal_what_was_recorded(context: Context, name: str) -> None:
             steps.model.zero_grad()
             steps.run()
 
-    check(context, name)
-
 
 @pytest.mark.parametrize("name", ["ddp", *OVERLAPPING])
 @on_ranks(2)
 def test_launches_equal_what_was_recorded(context: Context, name: str) -> None:
     """`launches()` tells when each recorded collective left, and with whose gradients."""
-
-    @with_steps
-    def check(steps: Steps) -> None:
+    with steps_of(context, name, **several_buckets(name)) as steps:
         sizes = {n: p.nbytes for n, p in steps.model.module.named_parameters()}
         for _ in range(2):
             events = steps.run()
@@ -228,11 +205,3 @@ def test_launches_equal_what_was_recorded(context: Context, name: str) -> None:
                 marked = sum(e.what == "ready" for e in events[:place])
                 # A gradient is marked behind the hook that launches its bucket.
                 assert launch.ready == min(len(sizes), marked + (name != "ddp")), launch
-
-    check(context, name, **several_buckets(name))
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_one_order_on_every_rank(cpu_ranks, name):
-    answers = cpu_ranks.run(3, forward_order_observed, name)
-    assert answers[0] == answers[1] == answers[2]

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, wrapped
 from tests.support.forked import run_forked
 from tests.support.on_ranks import on_ranks
 
@@ -67,7 +67,7 @@ def test_without_a_process_group():
 
 def refusals(context: Context, name: str) -> None:
     def build(**options):
-        return wrap(name, Chain().to(context.device), process_group=context.group, **options)
+        return wrapped(context, name, **options)
 
     with pytest.raises(TypeError, match="bucket_size") as error:
         build(bucket_size=3)
@@ -83,8 +83,8 @@ def refusals(context: Context, name: str) -> None:
             build(bucket_size_mb=1)
     frozen = Chain().requires_grad_(False).to(context.device)
     with pytest.raises(RuntimeError):
-        wrap(name, frozen, process_group=context.group)
-    Beside(context, name, Chain(), **small_buckets(name)).step(chain_loss(0))  # still in step
+        wrapped(context, name, frozen)
+    Beside(context, name).step(chain_loss(0))  # still in step
 
 
 def network(**changes) -> nn.Module:
@@ -116,10 +116,10 @@ def different_models(context: Context, name: str) -> None:
         odd = 1 + turn % (context.world_size - 1)
         module = network(**(changes if context.rank == odd else {})).to(context.device)
         with pytest.raises(ValueError, match=message) as error:
-            wrap(name, module, process_group=context.group)
+            wrapped(context, name, module)
         assert f"rank {odd}" in str(error.value)
         assert "\n" not in str(error.value)
-    Beside(context, name, Chain(), **small_buckets(name)).step(chain_loss(0))
+    Beside(context, name).step(chain_loss(0))
 
 
 def initial_values(context: Context, name: str) -> None:
@@ -127,7 +127,7 @@ def initial_values(context: Context, name: str) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     module[1].requires_grad_(False)
     module[2].running_mean.fill_(context.rank)
-    model = wrap(name, module.to(context.device), process_group=context.group)
+    model = wrapped(context, name, module)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     for (key, ours), theirs in zip(
@@ -141,7 +141,7 @@ def one_bucket(context: Context, name: str) -> None:
     if "bucket_size_mb" not in options_of(implementation(name)):
         return
     network = nn.Sequential(nn.Linear(886, 886), nn.Linear(886, 886)).to(context.device)
-    model = wrap(name, network, process_group=context.group, bucket_size_mb=None)
+    model = wrapped(context, name, network, bucket_size_mb=None)
     for _ in range(2):  # PyTorch rebuilds its buckets after the first
         model(torch.ones(1, 886, device=context.device)).sum().backward()
         model.finish_gradient_synchronization()
@@ -155,9 +155,9 @@ def lazy(context: Context, name: str) -> None:
     if context.rank == 0:
         network(x)
     with pytest.raises(RuntimeError, match=r"0\.weight has no shape yet.*run one batch"):
-        wrap(name, network, process_group=context.group)
+        wrapped(context, name, network)
     network(x)
-    model = wrap(name, network, process_group=context.group)
+    model = wrapped(context, name, network)
     model(x).sum().backward()
     model.finish_gradient_synchronization()
 

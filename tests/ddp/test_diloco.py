@@ -82,6 +82,17 @@ def assert_reference(model: nn.Module, expected: list[Tensor]) -> None:
         torch.testing.assert_close(p.detach().cpu(), q, rtol=1e-12, atol=1e-12)
 
 
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainable(model)])
+
+
+def are_equal(context: Context, values: Tensor) -> bool:
+    """Returns whether two ranks have the same values."""
+    everyone = [torch.empty_like(values) for _ in range(2)]
+    dist.all_gather(everyone, values, group=context.group)
+    return torch.equal(*everyone)
+
+
 def two_rounds(context: Context, make: Callable, every: int, lr: float, momentum: float) -> None:
     options = {"every": every, "outer_lr": lr, "outer_momentum": momentum}
     model, optimizer = wrapped(context, make, **options)
@@ -126,10 +137,7 @@ def test_ranks_with_fewer_steps_join_in_the_end(context: Context) -> None:
     model, optimizer = wrapped(context, every=2)
     train(context, model, optimizer, range(1, 3 - context.rank))
     model.outer_step() if context.rank else None
-    values = torch.cat([p.detach().flatten() for p in trainable(model)])
-    everyone = [torch.empty_like(values) for _ in range(2)]
-    dist.all_gather(everyone, values, group=context.group)
-    assert torch.equal(*everyone)
+    assert are_equal(context, flat(model))
 
 
 @on_ranks(2)
@@ -155,7 +163,7 @@ def test_several_optimizers(context: Context) -> None:
     """Both count. One that takes fewer steps puts the outer step off until the next forward."""
     model, _ = wrapped(context, every=2)
     first, second = (model.make_optimizer(SGD, layer.parameters()) for layer in model.module[::4])
-    start = torch.cat([p.detach().flatten() for p in trainable(model)])
+    start = flat(model)
     for step in range(1, 4):
         loss_of(model, step, context.rank).backward()
         model.finish_gradient_synchronization()
@@ -163,11 +171,8 @@ def test_several_optimizers(context: Context) -> None:
         second.step() if step == 2 else None
         assert max(model.counts) == (1 if step == 3 else step)
     model.outer_step()
-    values = torch.cat([p.detach().flatten() for p in trainable(model)])
-    everyone = [torch.empty_like(values) for _ in range(context.world_size)]
-    dist.all_gather(everyone, values, group=context.group)
-    assert torch.equal(*everyone)
-    assert not torch.equal(values, start)
+    assert are_equal(context, flat(model))
+    assert not torch.equal(flat(model), start)
 
 
 @on_ranks(2)
@@ -186,10 +191,7 @@ def test_buffers_are_those_of_rank_0_after_an_outer_step(context: Context) -> No
         optimizer.step()
         is_outer = step % 2 == 0
         assert network.mark == (1 if is_outer else context.rank + 1)
-        mean = network[1].running_mean
-        everyone = [torch.empty_like(mean) for _ in range(context.world_size)]
-        dist.all_gather(everyone, mean, group=context.group)
-        assert torch.equal(*everyone) is is_outer
+        assert are_equal(context, network[1].running_mean) is is_outer
 
 
 @on_ranks(2)
@@ -316,7 +318,8 @@ def test_private_training_is_refused_by_name(context: Context) -> None:
         )
 
 
-def alone(context: Context) -> None:
+@on_ranks(1)
+def test_a_rank_that_waits_in_vain_is_told_why(context: Context) -> None:
     """The backend's error has a note when other ranks do not come."""
     model, optimizer = wrapped(context, every=1)
 
@@ -327,7 +330,3 @@ def alone(context: Context) -> None:
     with pytest.raises(RuntimeError, match="Timed out") as error:
         train(context, model, optimizer, range(1, 2))
     assert "take as many steps of its optimizer as the others" in error.value.__notes__[0]
-
-
-def test_a_rank_that_waits_in_vain_is_told_why(cpu_ranks):
-    cpu_ranks.run(1, alone)

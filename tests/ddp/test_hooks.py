@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.conftest import SHARDED
 from tests.ddp.test_watch import plain
@@ -19,6 +18,7 @@ from tests.support.beside import (
     small_buckets,
     whole_gradients,
     whole_parameters,
+    wrapped,
 )
 from tests.support.on_ranks import on_ranks
 
@@ -42,7 +42,7 @@ def post_accumulate(context: Context, name: str) -> None:
             network = Chain().to(context.device)
             if is_early:
                 register(network, hook)
-            model = wrap(name, network, process_group=context.group, **small_buckets(name))
+            model = wrapped(context, name, network)
             if not is_early:
                 register(network, hook)
             for step in range(3):
@@ -79,7 +79,7 @@ class Broken(Exception):
 def hook_that_raises(context: Context, name: str) -> None:
     """The step fails as any backward that raises, and the next one is right."""
     network = Chain().to(context.device)
-    model = wrap(name, network, process_group=context.group, **small_buckets(name))
+    model = wrapped(context, name, network)
 
     def hook(_parameter: nn.Parameter) -> None:
         raise Broken
@@ -103,7 +103,7 @@ def optimizer_in_backward(context: Context, name: str) -> None:
 
 def _optimizer_in_backward(context: Context, name: str, fused: bool) -> None:
     network = Chain().to(context.device)
-    model = wrap(name, network, process_group=context.group)
+    model = wrapped(context, name, network)
     make = model.make_optimizer if fused else plain
     optimizer = make(torch.optim.SGD, [network.layers[0].weight], lr=0.1, fused=fused)
 
@@ -119,7 +119,7 @@ def _optimizer_in_backward(context: Context, name: str, fused: bool) -> None:
 def created_graphs(context: Context, name: str) -> None:
     network = Chain().to(context.device)
     register(network, in_place)
-    model = wrap(name, network, process_group=context.group, **small_buckets(name))
+    model = wrapped(context, name, network)
     for step in range(2):
         chain_loss(step)(model, context.rank).backward(create_graph=True)
         model.finish_gradient_synchronization()
@@ -127,24 +127,12 @@ def created_graphs(context: Context, name: str) -> None:
         network.zero_grad()
 
 
-def retained_graphs(context: Context, name: str) -> None:
-    network = Chain().to(context.device)
-    register(network, in_place)
-    model = wrap(name, network, process_group=context.group, **small_buckets(name))
-    loss = chain_loss(2)(model, context.rank)
-    loss.backward(retain_graph=True)
-    network.zero_grad()
-    loss.backward()
-    model.finish_gradient_synchronization()
-    check(context, model, 2, in_place)
-
-
 @pytest.mark.parametrize("body", [post_accumulate, optimizer_in_backward])
 def test_hooks_of_a_user(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-@pytest.mark.parametrize("body", [hook_that_raises, created_graphs, retained_graphs])
+@pytest.mark.parametrize("body", [hook_that_raises, created_graphs])
 def test_hooks_beyond_torch(ranks, hand_built, body):
     """PyTorch's reducer cannot go on after a failed backward, and refuses `create_graph`."""
     ranks.run(2, body, hand_built)
@@ -190,7 +178,7 @@ def test_a_gradient_of_none_counts_as_zero(context: Context, implementation: str
                 small_buckets(implementation), find_unused_parameters=unused, reduce=reduce
             )
             network = WithNone().to(context.device)
-            model = wrap(implementation, network, process_group=context.group, **options)
+            model = wrapped(context, implementation, network, **options)
             for step, plan in enumerate(plans):
                 if unused and len(plan) > 1 and is_torch(implementation):
                     continue  # PyTorch keeps what only another rank used in an earlier backward

@@ -5,10 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.test_step import FailingChain
-from tests.support.beside import Chain, chain_loss, make_optimizer, small_buckets, whole_gradients
+from tests.support.beside import chain_loss, make_optimizer, small_buckets, whole_gradients, wrapped
 
 
 def clipped_sum(rank: int, step: int, index: int, like: torch.Tensor) -> torch.Tensor:
@@ -22,10 +21,9 @@ def order_of(count: int, seed: int) -> list[int]:
 
 def driven_by_hand(context: Context, name: str) -> None:
     """Fresh tensors in arbitrary order, another on each rank; `sum` is switched on afterwards."""
-    sizes = small_buckets(name)
-    for options in ({}, sizes) if sizes else ({},):
-        model = wrap(name, Chain().to(context.device), process_group=context.group, **options)
-        check_driven_by_hand(context, model)
+    check_driven_by_hand(context, wrapped(context, name))
+    if small_buckets(name):
+        check_driven_by_hand(context, wrapped(context, name, bucket_size_mb=25))
 
 
 def check_driven_by_hand(context: Context, model: torch.nn.Module) -> None:
@@ -51,59 +49,8 @@ def check_driven_by_hand(context: Context, model: torch.nn.Module) -> None:
             optimizer.zero_grad(set_to_none=step == 3)
 
 
-def accumulated_by_hand(context: Context, name: str) -> None:
-    """Microbatches of the engine: its sums grow under `no_sync`, and travel once."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group, reduce="sum")
-    parameters = list(model.parameters())
-    for step in range(3):
-        for micro in range(3):
-            for i, p in enumerate(parameters):
-                mine = clipped_sum(context.rank, 3 * step + micro, i, p)
-                p.grad = mine if micro == 0 else p.grad + mine
-                if micro == 2:
-                    model.gradient_ready(p)
-                else:
-                    with model.no_sync():
-                        model.gradient_ready(p)
-        model.finish_gradient_synchronization()
-        for i, (p, got) in enumerate(zip(parameters, whole_gradients(model), strict=True)):
-            expected = sum(
-                clipped_sum(r, 3 * step + m, i, p)
-                for r in range(context.world_size)
-                for m in range(3)
-            )
-            torch.testing.assert_close(got, expected)
-
-
-def by_hand_and_by_autograd(context: Context, name: str) -> None:
-    """A private step, then an ordinary one."""
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
-    parameters = list(model.parameters())
-    for step in range(4):
-        if step % 2:
-            for i, p in enumerate(parameters):
-                p.grad = torch.full_like(p, float(context.rank + i))
-                model.gradient_ready(p)
-            model.finish_gradient_synchronization()
-            mean = sum(range(context.world_size)) / context.world_size
-            for i, got in enumerate(whole_gradients(model)):
-                torch.testing.assert_close(got, torch.full_like(got, mean + i))
-        else:
-            chain_loss(step)(model, context.rank).backward()
-            model.finish_gradient_synchronization()
-            got = [gradient.clone() for gradient in whole_gradients(model)]
-            model.zero_grad()
-            for rank in range(context.world_size):
-                loss = chain_loss(step)(model.module, rank) / context.world_size
-                for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                    p.grad = g if p.grad is None else p.grad + g
-            for p, g in zip(parameters, got, strict=True):
-                torch.testing.assert_close(g, p.grad)
-        model.zero_grad()
-
-
 def refused(context: Context, name: str) -> None:
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    model = wrapped(context, name)
     with pytest.raises(ValueError, match="gradient_ready"):
         model.gradient_ready(torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(RuntimeError, match=r"layers\.1\.weight has no gradient"):
@@ -113,7 +60,7 @@ def refused(context: Context, name: str) -> None:
 
 
 def incomplete(context: Context, name: str) -> None:
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+    model = wrapped(context, name)
     for p in list(model.parameters())[2:]:
         p.grad = torch.ones_like(p)
         model.gradient_ready(p)
@@ -132,8 +79,8 @@ class Engine:
 
     def __init__(self, context: Context, name: str, **options):
         self.rank, self.world_size = context.rank, context.world_size
-        network = FailingChain().to(context.device)  # untied: zeros of one layer stay its own
-        self.model = wrap(name, network, process_group=context.group, **options)
+        network = FailingChain()  # untied: zeros of one layer stay its own
+        self.model = wrapped(context, name, network, **options)
         self.parameters = list(self.model.parameters())
         self.scale = 1 if self.model.reduce == "sum" else 1 / self.world_size
         self.expected = [torch.zeros_like(p) for p in self.parameters]
@@ -187,7 +134,7 @@ class Engine:
 def rounds_by_hand(context: Context, name: str, reductions=("sum", "mean")) -> None:
     """Rounds with and without `no_sync`, in every order, before one finish."""
     for reduce in reductions:
-        engine = Engine(context, name, reduce=reduce, **small_buckets(name))
+        engine = Engine(context, name, reduce=reduce)
         plans = [[True], [True, True], [False, False, True], [True, False], [True, False, True]]
         for step, synchronise in enumerate(plans):
             for micro, sync in enumerate(synchronise):
@@ -204,8 +151,7 @@ def rounds_by_hand(context: Context, name: str, reductions=("sum", "mean")) -> N
 def failed_by_hand(context: Context, name: str, find_unused=(False, True)) -> None:
     """An exception between two parameters, not the same two on each rank."""
     for unused in find_unused:
-        options = dict(small_buckets(name), find_unused_parameters=unused)
-        engine = Engine(context, name, reduce="sum", **options)
+        engine = Engine(context, name, reduce="sum", find_unused_parameters=unused)
         for step, set_to_none in enumerate((True, False, True)):
             with pytest.raises(ArithmeticError):
                 engine.round(50 + step, stop_before=[2, 4, 5, 0][context.rank])
@@ -234,16 +180,7 @@ def autograd_behind_by_hand(context: Context, name: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        driven_by_hand,
-        accumulated_by_hand,
-        by_hand_and_by_autograd,
-        refused,
-        incomplete,
-        rounds_by_hand,
-        failed_by_hand,
-        autograd_behind_by_hand,
-    ],
+    [driven_by_hand, refused, incomplete, rounds_by_hand, failed_by_hand, autograd_behind_by_hand],
 )
 def test_gradient_ready(ranks, implementation, body):
     ranks.run(2, body, implementation)

@@ -4,17 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
     Branches,
-    Chain,
     branches_loss,
     chain_loss,
     numbers,
     small_buckets,
     whole_parameters,
+    wrapped,
 )
 from tests.support.differences import any_order
 from tests.support.on_ranks import on_ranks
@@ -50,7 +49,7 @@ def mixed_types(context: Context, name: str) -> None:
     for reduce in ("mean", "sum"):
         torch.manual_seed(0)
         # 100 bytes: the large parameter is far larger than a bucket
-        pair = Beside(context, name, MixedTypes(), reduce=reduce, **small_buckets(name))
+        pair = Beside(context, name, MixedTypes(), reduce=reduce)
         for step in range(3):
             pair.step(five_numbers(step), set_to_none=step % 2 == 0)
         assert pair.model.module.layers[3].weight.grad is None
@@ -60,7 +59,7 @@ def mixed_types(context: Context, name: str) -> None:
 
 def bucket_sizes(context: Context, name: str) -> None:
     for megabytes in (1e-6, 3e-4, 100):
-        pair = Beside(context, name, Chain(), **small_buckets(name, megabytes))
+        pair = Beside(context, name, **small_buckets(name, megabytes))
         for step in range(3):
             pair.step(chain_loss(step))
 
@@ -88,16 +87,14 @@ def test_layouts_that_differ_between_ranks(context: Context, hand_built: str) ->
     def loss(model, rank):
         return model(numbers(8, 6, seed=3, rank=rank, like=model).double()).square().sum()
 
-    pair = Beside(
-        context, hand_built, Transposed(context.rank).double(), **small_buckets(hand_built)
-    )
+    pair = Beside(context, hand_built, Transposed(context.rank).double())
     for step in range(3):
         pair.step(loss, set_to_none=step % 2 == 0)
 
 
 def another_order_on_each_rank(context: Context, name: str) -> None:
     """Hooks fire in another order on each rank; the gradients must not be mixed up."""
-    pair = Beside(context, name, Branches(), **small_buckets(name), **any_order(name))
+    pair = Beside(context, name, Branches(), **any_order(name))
     for step in range(4):
 
         def order(rank: int, step: int = step) -> list[int]:
@@ -107,23 +104,12 @@ def another_order_on_each_rank(context: Context, name: str) -> None:
         pair.step(branches_loss(step, order), set_to_none=step % 2 == 0)
 
 
-@on_ranks(1, "ranks")
-def test_world_size_one(context: Context, implementation: str) -> None:
-    for reduce in ("mean", "sum"):
-        pair = Beside(
-            context, implementation, Chain(), reduce=reduce, **small_buckets(implementation)
-        )
-        for step in range(3):
-            pair.backward(chain_loss(step), synchronise=False)
-            pair.step(chain_loss(step + 5))
-
-
 @on_ranks(2, "ranks")
 def test_what_the_wrapper_looks_like(context: Context, implementation: str) -> None:
     """An nn.Module: `.module` is the network, and checkpoints have the keys of PyTorch's DDP."""
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     names = list(module.state_dict())
-    model = wrap(implementation, module.to(context.device), process_group=context.group)
+    model = wrapped(context, implementation, module)
     assert isinstance(model, nn.Module)
     assert model.module is module
     assert list(model.state_dict()) == [f"module.{name}" for name in names]
@@ -161,7 +147,7 @@ class SparseEmbedding(nn.Module):
 
 def sparse(context: Context, name: str) -> None:
     module = SparseEmbedding().to(context.device)
-    model = wrap(name, module, process_group=context.group)
+    model = wrapped(context, name, module)
     tokens = torch.arange(5, device=context.device)
     with pytest.raises(RuntimeError, match=r"table\.weight.*sparse"):
         model(tokens).sum().backward()

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import whole_gradients, whole_parameters
+from tests.support.beside import whole_gradients, whole_parameters, wrapped
 
 
 class Noted(nn.Module):
@@ -31,7 +30,7 @@ def build(context: Context, name: str) -> nn.Module:
     module = Noted()
     for buffer in module.buffers():
         buffer.fill_(context.rank + 5)
-    return wrap(name, module.to(context.device), process_group=context.group)
+    return wrapped(context, name, module)
 
 
 def data(context: Context) -> torch.Tensor:
@@ -150,7 +149,7 @@ class Siamese(nn.Module):
 
 def two_forwards_and_one_backward(context: Context, name: str, centre: bool) -> None:
     """Gradients are those of a network that is alone, whose buffers start at rank 0's."""
-    model = wrap(name, Siamese(centre).to(context.device), process_group=context.group)
+    model = wrapped(context, name, Siamese(centre))
     for _ in range(3):
         start = [of_rank_0(context, b) for b in model.module.buffers()]
         with whole_parameters(model):

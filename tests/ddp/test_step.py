@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
@@ -19,7 +18,7 @@ from tests.support.beside import (
     make_optimizer,
     numbers,
     small_buckets,
-    whole_gradients,
+    wrapped,
 )
 from tests.support.differences import any_order
 from tests.support.on_ranks import on_ranks
@@ -78,7 +77,7 @@ def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, plac
 @on_ranks(1)
 def test_a_backward_that_fails_before_its_first_gradient_is_seen(context: Context) -> None:
     """It is seen, until the next training forward discards it; one that ends well is none."""
-    model = wrap("ddp_bucketed", FailingChain(), process_group=context.group)
+    model = wrapped(context, "ddp_bucketed", FailingChain())
     for place in (4, None, 4):
         model.module.fails_at = place
         loss = chain_loss(0)(model, context.rank)
@@ -93,7 +92,7 @@ def test_a_backward_that_fails_before_its_first_gradient_is_seen(context: Contex
 
 
 def failed_backward_in_torch(context: Context, name: str) -> None:
-    model = wrap(name, FailingChain().to(context.device), process_group=context.group)
+    model = wrapped(context, name, FailingChain())
     model.module.fails_at = 2
     with pytest.raises(ArithmeticError):
         chain_loss(0)(model, context.rank).backward()
@@ -109,7 +108,7 @@ def test_torch_raises_after_a_failed_backward(cpu_ranks):
 
 def abandoned(context: Context, name: str) -> None:
     """A forward after a partial backward discards the partial step, zeroed or not."""
-    pair = Beside(context, name, Branches(), **small_buckets(name), **any_order(name))
+    pair = Beside(context, name, Branches(), **any_order(name))
     for step, set_to_none in enumerate([True, False, None]):
         branches_loss(step, lambda r: [0, 1])(pair.model, context.rank).backward()
         if set_to_none is not None:
@@ -132,10 +131,7 @@ def alive(kind: type) -> int:
 def test_nothing_leaks_over_fifty_steps(context: Context, implementation: str) -> None:
     """As many handles and tensors after fifty steps as after five."""
     torch.manual_seed(0)
-    module = Chain().to(context.device)
-    model = wrap(
-        implementation, module, process_group=context.group, **small_buckets(implementation)
-    )
+    model = wrapped(context, implementation)
     optimizer = make_optimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)
     counts = []
     for step in range(50):
@@ -177,32 +173,25 @@ def hooks_of(module: nn.Module) -> int:
 def test_a_wrapper_leaves_no_trace(context: Context, implementation: str) -> None:
     module = Chain().to(context.device)
     for turn in range(3):  # the same network, wrapped again and again
-        model = wrap(
-            implementation, module, process_group=context.group, **small_buckets(implementation)
-        )
-        loss = chain_loss(turn)
+        pair = Beside(context, implementation, module)
         for _ in range(2):
-            loss(model, context.rank).backward()
-            model.finish_gradient_synchronization()
-            gradients = [gradient.clone() for gradient in whole_gradients(model)]
-            module.zero_grad()
-        gone = weakref.ref(model)
-        del model
+            pair.step(chain_loss(turn))
+        gone, reference = weakref.ref(pair.model), pair.reference
+        del pair
         gc.collect()
         assert gone() is None, "something keeps the wrapper alive"
         assert hooks_of(module) == 0
-        module.zero_grad()
-        for rank in range(context.world_size):
-            (loss(module, rank) / context.world_size).backward()
-        for p, gradient in zip(module.parameters(), gradients, strict=True):
-            torch.testing.assert_close(p.grad, gradient)
+        for network in (module, reference):
+            chain_loss(turn)(network, context.rank).backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
         module.zero_grad()
 
 
 @on_ranks(2, "ranks")
 def test_parameters_frozen_later_are_named(context: Context, implementation: str) -> None:
     """A parameter frozen after wrapping gets no gradient: the error names it."""
-    pair = Beside(context, implementation, Branches(count=2), **small_buckets(implementation))
+    pair = Beside(context, implementation, Branches(count=2))
     pair.model.module.branches[1].requires_grad_(False)
     x = numbers(3, 5, seed=0, rank=context.rank, like=pair.model)
     pair.model(x, [0, 1]).sum().backward()

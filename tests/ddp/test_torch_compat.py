@@ -1,6 +1,7 @@
 """Private interfaces of PyTorch are there, in one file; without one its function falls back."""
 
 import gc
+import re
 import sys
 import warnings
 from datetime import timedelta
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 
 from ddp import torch_compat
 from ddp.sharded import torch_compat as sharded_compat
@@ -35,49 +35,26 @@ def test_versions_count_changes():
     assert torch_compat.version_of(x) == before + 1
 
 
-def test_without_versions_the_import_says_so(monkeypatch):
-    monkeypatch.setattr(torch, "Tensor", type("Tensor", (), {}))
-    with pytest.raises(RuntimeError, match=r"torch .* has no Tensor\._version.*2\.11 to 2\.15"):
-        run_path(torch_compat.__file__)
-
-
 def test_what_a_module_has_of_its_own():
     module = nn.Sequential(nn.BatchNorm1d(2))
     assert torch_compat.own(module, "parameters") == torch_compat.own(module, "buffers") == {}
     assert list(torch_compat.own(module, "modules")) == ["0"]
     assert list(torch_compat.own(module[0], "parameters")) == ["weight", "bias"]
     assert "running_mean" in torch_compat.own(module[0], "buffers")
-    with pytest.raises(RuntimeError, match=r"torch .* has no Module\._buffers.*2\.11 to 2\.15"):
-        torch_compat.own(SimpleNamespace(), "buffers")
 
 
-def test_a_callback_runs_at_the_end_of_backward(monkeypatch):
+def test_what_runs_in_a_backward_and_at_its_end():
     order = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     y.register_hook(lambda _: torch_compat.at_end_of_backward(lambda: order.append("end")))
-    x.register_hook(lambda _: order.append("x"))
+    x.register_hook(lambda _: order.append(torch_compat.in_backward()))
     y.backward()
-    assert order == ["x", "end"]
-    monkeypatch.delattr(torch.autograd.graph, "queue_callback", raising=False)
-    monkeypatch.setattr(Variable, "_execution_engine", SimpleNamespace())
-    with pytest.raises(RuntimeError, match=r"queue_callback"):
-        torch_compat.at_end_of_backward(order.clear)
-
-
-def test_in_backward(monkeypatch):
-    seen = []
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: seen.append(torch_compat.in_backward()))
-    (x * 2).backward()
-    assert seen == [True]
+    assert order == [True, "end"]
     assert not torch_compat.in_backward()
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    with pytest.raises(RuntimeError, match=r"_current_graph_task_id"):
-        torch_compat.in_backward()
 
 
-def test_functions_without_subclasses(monkeypatch):
+def test_functions_without_subclasses():
     class Silent(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -87,18 +64,12 @@ def test_functions_without_subclasses(monkeypatch):
     assert x.sum() is None
     with torch_compat.without_torch_functions():
         assert x.sum() == 2
-    monkeypatch.delattr(torch._C, "DisableTorchFunctionSubclass")
-    with pytest.raises(RuntimeError, match="DisableTorchFunctionSubclass"):
-        torch_compat.without_torch_functions()
 
 
-def test_copying(monkeypatch):
+def test_copying():
     targets = [torch.zeros(2), torch.zeros(3)]
     sharded_compat.copy_(targets, [torch.ones(2).bfloat16(), torch.full((3,), 2.0)])
     assert [x.tolist() for x in targets] == [[1, 1], [2, 2, 2]]
-    monkeypatch.delattr(torch, "_foreach_copy_")
-    with pytest.raises(RuntimeError, match=r"has no torch\._foreach_copy_"):
-        sharded_compat.copy_(targets, targets)
 
 
 def test_the_record_of_pytorchs_ddp():
@@ -108,11 +79,52 @@ def test_the_record_of_pytorchs_ddp():
     assert torch_compat.ddp_record(SimpleNamespace()) == {}
 
 
-def test_the_coalesced_all_reduce_is_there():
-    """What it computes: `test_gradients.py`."""
+def test_what_is_needed_is_there():
     assert hasattr(dist.ProcessGroup, "allreduce_coalesced")
-    with pytest.raises(RuntimeError, match=r"has no ProcessGroup\.allreduce_coalesced"):
-        torch_compat.coalesced_all_reduce([], dist.ReduceOp.SUM, SimpleNamespace())
+    memory = torch_compat.symmetric_memory()
+    assert callable(memory.empty)
+    assert callable(memory.rendezvous)
+
+
+NOTHING = SimpleNamespace()
+SYMMETRIC = "torch.distributed._symmetric_memory"
+
+
+@pytest.mark.parametrize(
+    ("gone", "call", "name"),
+    [
+        ("torch.Tensor._version", lambda: run_path(torch_compat.__file__), "Tensor._version"),
+        ("", lambda: torch_compat.own(NOTHING, "buffers"), "Module._buffers"),
+        (
+            "torch.autograd.Variable._execution_engine",
+            lambda: torch_compat.at_end_of_backward(print),
+            "Variable._execution_engine.queue_callback",
+        ),
+        ("torch._C._current_graph_task_id", torch_compat.in_backward, "_current_graph_task_id"),
+        (
+            "torch._C.DisableTorchFunctionSubclass",
+            torch_compat.without_torch_functions,
+            "DisableTorchFunctionSubclass",
+        ),
+        ("torch._foreach_copy_", lambda: sharded_compat.copy_([], []), "torch._foreach_copy_"),
+        (
+            "",
+            lambda: torch_compat.coalesced_all_reduce([], dist.ReduceOp.SUM, NOTHING),
+            "ProcessGroup.allreduce_coalesced",
+        ),
+        (SYMMETRIC, torch_compat.symmetric_memory, SYMMETRIC),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_another_version_lacks_is_named(monkeypatch, gone, call, name):
+    monkeypatch.delattr(torch.autograd.graph, "queue_callback", raising=False)
+    if gone == "torch.Tensor._version":  # a type of C, of which nothing can be deleted
+        monkeypatch.setattr(torch, "Tensor", type("Tensor", (), {}))
+    elif gone:
+        monkeypatch.delattr(gone)
+    monkeypatch.setitem(sys.modules, SYMMETRIC, None)
+    with pytest.raises(RuntimeError, match=rf"torch .* has no .*{re.escape(name)}.*2\.11 to 2\.15"):
+        call()
 
 
 @on_ranks(2)

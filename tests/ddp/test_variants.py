@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.beside import wrapped
 from tests.support.on_ranks import on_ranks
 
 
@@ -15,7 +15,7 @@ def small_network() -> nn.Module:
 @on_ranks(2)
 def test_gradients_stay_where_they_are(context: Context) -> None:
     network = small_network()
-    model = wrap("ddp_individual_v2", network, process_group=context.group, bucket_size_mb=None)
+    model = wrapped(context, "ddp_individual_v2", network, bucket_size_mb=None)
     with model.no_sync():
         model(torch.ones(1, 2)).sum().backward()
     addresses = [p.grad.data_ptr() for p in model.parameters()]
@@ -28,7 +28,7 @@ def test_gradients_stay_where_they_are(context: Context) -> None:
 @on_ranks(2)
 def test_gradients_are_slices_of_one_buffer(context: Context) -> None:
     network = small_network()
-    model = wrap("ddp_bucketed", network, process_group=context.group, bucket_size_mb=None)
+    model = wrapped(context, "ddp_bucketed", network, bucket_size_mb=None)
     for set_to_none in (False, True, True):
         model(torch.ones(1, 2)).sum().backward()
         model.finish_gradient_synchronization()
@@ -41,16 +41,3 @@ def test_gradients_are_slices_of_one_buffer(context: Context) -> None:
     loss.backward()
     model.finish_gradient_synchronization()
     assert model.stats() == {"collectives": 1, "bytes": 4 * 13, "buckets": 1}
-
-
-@on_ranks(2)
-def test_gradients_of_none_are_this_ranks_own(context: Context) -> None:
-    for reduce in ("mean", "sum"):
-        model = wrap("none", nn.Linear(2, 1), process_group=context.group, reduce=reduce)
-        for backwards in (1, 2):
-            for _ in range(backwards):
-                model(torch.full((1, 2), float(context.rank))).sum().backward()
-            model.finish_gradient_synchronization()
-            assert (model.module.weight.grad == backwards * context.rank).all()
-            assert model.stats()["collectives"] == model.stats()["bytes"] == 0
-            model.zero_grad()

@@ -100,9 +100,18 @@ def first_wrong(results) -> Result:
     return next(result for result in results if result.verdict == "wrong")
 
 
-@pytest.mark.parametrize("name", EXERCISES)
-def test_solution_is_right(ranks, name):
-    results = list(judge(EXERCISES[name], solution_of(name), ranks, patience_s=60))
+OTHERS = [
+    pytest.param(name, HERE / "other_solutions.py", id=f"another {name}", marks=pytest.mark.slow)
+    for name in ("zero1", "zero2", "fsdp")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [*(pytest.param(name, solution_of(name), id=name) for name in EXERCISES), *OTHERS],
+)
+def test_solution_is_right(ranks, name, path):
+    results = list(judge(EXERCISES[name], path, ranks, patience_s=60))
     assert [r for r in results if r.verdict != "right"] == []
 
 
@@ -131,13 +140,6 @@ def test_a_hint_about_later_steps_is_not_given_for_a_wrong_first_one(ranks, tmp_
 def test_commands_of_a_starter_can_be_pasted_from_its_file(name):
     text = (ROOT / "ddp_by_hand/exercises" / EXERCISES[name] / "starter.py").read_text()
     assert "\\\\" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
-def test_another_solution_is_right_too(ranks, name):
-    results = list(judge(EXERCISES[name], HERE / "other_solutions.py", ranks, patience_s=60))
-    assert [r for r in results if r.verdict != "right"] == []
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -246,22 +248,6 @@ def test_an_exception_is_told_before_the_stall_that_it_causes():
     assert explain(verdicts, [[call("all_reduce")], []]) == (expected, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([], "usage: python -m ddp_by_hand.exercises check NAME my_file.py"),
-        (["nothing", "x.py"], "there is no exercise 'nothing': choose from average, hooks"),
-        (
-            ["plan", "x.py"],
-            "there is no file x.py: python -m ddp_by_hand.exercises start plan x.py writes it",
-        ),
-    ],
-)
-def test_wrong_command(capsys, arguments, text):
-    assert main(arguments) == 2
-    assert text in capsys.readouterr().err
-
-
 def test_an_exercise_begins_with_a_copy_of_its_starter(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, file in (("average", "my_average.py"), ("ring", "own.py")):
@@ -278,10 +264,15 @@ def test_an_exercise_begins_with_a_copy_of_its_starter(capsys, monkeypatch, tmp_
         (["start", "ring", "none/my_ring.py"], "there is no folder none: make it, or name another"),
         (["start"], "usage: python -m ddp_by_hand.exercises start NAME [FILE]"),
         (["begin", "ring"], "usage: python -m ddp_by_hand.exercises start NAME [FILE]"),
-        (["check", "ring"], "usage: python -m ddp_by_hand.exercises check NAME my_file.py"),
+        *(
+            (["check", *arguments], "usage: python -m ddp_by_hand.exercises check NAME my_file.py")
+            for arguments in ([], ["ring"])
+        ),
+        (["check", "nothing", "x"], "there is no exercise 'nothing': choose from average, hooks"),
+        (["check", "plan", "x"], "no file x: python -m ddp_by_hand.exercises start plan x writes"),
     ],
 )
-def test_a_wrong_start(capsys, monkeypatch, tmp_path, arguments, text):
+def test_a_wrong_command(capsys, monkeypatch, tmp_path, arguments, text):
     monkeypatch.chdir(tmp_path)
     Path("there.py").write_text("mine")
     assert command(arguments) == 2

@@ -1,5 +1,7 @@
 """Sharded training equals one process: outputs, gradients, initial values."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,18 +54,15 @@ def beside_one_process(network: nn.Module, config, samples: int, mine: int) -> N
         )
 
 
-def tensor_parallel(context: Context, config) -> None:
+@pytest.mark.parametrize(("world_size", "config"), [(2, ODD), (2, TIED), (4, ODD)])
+@on_ranks()
+def test_tensor_parallel(context: Context, config) -> None:
     network = parallelize(make(config), mesh_of(context, TENSOR))
     assert network.blocks[0].attention.query.weight.to_local().shape == (
         24 // context.world_size,
         24,
     )
     beside_one_process(network, config, 1, 0)
-
-
-@pytest.mark.parametrize(("ranks", "config"), [(2, ODD), (2, TIED), (4, ODD)])
-def test_tensor_parallel(cpu_ranks, ranks, config):
-    cpu_ranks.run(ranks, tensor_parallel, config)
 
 
 @on_ranks(2)
@@ -114,6 +113,9 @@ def test_a_network_from_the_meta_device_is_that_of_one_process(cpu_ranks, axes):
 # ---- Hugging Face -------------------------------------------------------------------------------
 
 
+needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
+
+
 def llama(kind: str, **changes) -> nn.Module:
     import transformers
 
@@ -127,7 +129,17 @@ def llama(kind: str, **changes) -> nn.Module:
     return getattr(transformers, kind)(config)
 
 
-def llama_beside_one_process(context: Context, kind: str, changes: dict) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("LlamaForSequenceClassification", {}),
+    ],
+)
+@needs_transformers
+@on_ranks(2)
+def test_llama(context: Context, kind: str, changes: dict) -> None:
     expected = llama(kind, **changes).double()
     network = parallelize(llama(kind, **changes).double(), mesh_of(context, TENSOR))
     assert network.model.layers[0].self_attn.k_proj.weight.to_local().shape == (6, 24)
@@ -140,19 +152,6 @@ def llama_beside_one_process(context: Context, kind: str, changes: dict) -> None
     torch.testing.assert_close(network(tokens).logits, expected(tokens).logits)
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(whole(network.get_parameter(name).grad), parameter.grad)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("LlamaForCausalLM", {}),
-        ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
-        ("LlamaForSequenceClassification", {}),
-    ],
-)
-def test_llama(cpu_ranks, kind, changes):
-    pytest.importorskip("transformers")
-    cpu_ranks.run(2, llama_beside_one_process, kind, changes)
 
 
 def llama_from_meta(context: Context, axes: tuple[str, ...]) -> None:
@@ -179,8 +178,8 @@ def materialize_on_cpu(network: nn.Module, reset) -> None:
 
 
 @pytest.mark.parametrize("axes", [(DATA,), (TENSOR,), (DATA, TENSOR)], ids="-".join)
+@needs_transformers
 def test_llama_from_the_meta_device(cpu_ranks, axes):
-    pytest.importorskip("transformers")
     cpu_ranks.run(2 * len(axes), llama_from_meta, axes)
 
 

@@ -1,8 +1,9 @@
 """A wrapped network and its single-process reference, taken through the same steps."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,15 @@ from tests.support.differences import is_apart
 
 Loss = Callable[[nn.Module, int], Tensor]
 """`loss(model, rank)`: what a rank's own data make of a model."""
+
+
+def wrapped(
+    context: Context, name: str, module: nn.Module | None = None, **options: Any
+) -> nn.Module:
+    """Returns a network, a chain if none is given, wrapped with small buckets if it has some."""
+    module = Chain() if module is None else module
+    options = {"process_group": context.group, **small_buckets(name), **options}
+    return wrap(name, module.to(context.device), **options)
 
 
 def ranks_of(context: Context, name: str) -> Sequence[int]:
@@ -26,12 +36,14 @@ class Beside:
     Where ranks step apart, that of each sees its own data.
     """
 
-    def __init__(self, context: Context, name: str, module: nn.Module, **options):
+    def __init__(
+        self, context: Context, name: str, module: nn.Module | None = None, **options: Any
+    ):
         self.rank, self.world_size = context.rank, context.world_size
         self.ranks = ranks_of(context, name)
         if is_apart(name):
             options.pop("reduce", None)
-        self.model = wrap(name, module.to(context.device), process_group=context.group, **options)
+        self.model = wrapped(context, name, module, **options)
         with whole_parameters(self.model):
             self.reference = copy.deepcopy(self.model.module)
         self.scale = 1 if options.get("reduce") == "sum" else 1 / len(self.ranks)
@@ -58,6 +70,28 @@ class Beside:
 
     def compare(self) -> None:
         assert_same_gradients(self.model, self.reference)
+
+    def optimizers(
+        self, cls: type[torch.optim.Optimizer], **options: Any
+    ) -> list[torch.optim.Optimizer]:
+        """Returns the wrapper's optimizer and the reference's."""
+        return [make_optimizer(module, cls, **options) for module in (self.model, self.reference)]
+
+    def train(
+        self, optimizers: Iterable[torch.optim.Optimizer], loss: Loss, set_to_none: bool = True
+    ) -> None:
+        """A step of both optimizers, before and behind which both networks are the same."""
+        self.backward(loss)
+        self.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+        self.compare_values()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def compare_values(self) -> None:
+        for p, q in zip(whole_values(self.model), self.reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach())
 
     def zero_grad(self, set_to_none: bool) -> None:
         for module in (self.model, self.reference):

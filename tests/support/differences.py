@@ -26,7 +26,6 @@ REFUSED = {
         "created_graphs": "create_graph=True through a block",
         "loaded_by_assignment": "give assign=False",
         "refused_dtypes": DIVIDED,
-        "types_wrapped_again": DIVIDED,
         "another_layer": DIVIDED,
         "converted": "fsdp has divided this parameter",
         "thawed": DIVIDED,
@@ -37,12 +36,10 @@ REFUSED = {
 REDUCED = {  # behaviours that compare with a gradient, or buffers, that all ranks share
     "train_beside_reference", "one_loop", "test_a_wrapper_leaves_no_trace", "wrapped_again",
     "in_a_loop", "refusals", "nothing_in_the_first",
-    "post_accumulate", "hook_that_raises", "created_graphs", "retained_graphs",
+    "post_accumulate", "hook_that_raises", "created_graphs",
     "test_a_gradient_of_none_counts_as_zero",
-    "driven_by_hand", "accumulated_by_hand", "by_hand_and_by_autograd", "incomplete",
-    "rounds_by_hand", "failed_by_hand", "autograd_behind_by_hand",
+    "driven_by_hand", "incomplete", "rounds_by_hand", "failed_by_hand", "autograd_behind_by_hand",
     "float32_sums", "by_autograd", "unused", "refused_dtypes", "types_of_the_user",
-    "types_wrapped_again",
     "in_step", "left_alone", "one_rank_evaluates", "two_forwards_and_one_backward",
 }  # fmt: skip
 """Not tested of variants whose ranks step apart, since they have no such thing."""

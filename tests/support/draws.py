@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_clipping.sampling.loader import PoissonLoader
 
 KEY = bytes(range(32))
-OTHER_KEY = bytes(range(1, 33))
 
 
 def numbers(count: int) -> TensorDataset:

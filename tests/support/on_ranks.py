@@ -22,21 +22,26 @@ class Body:
         getattr(import_module(self.__module__), self.__name__).body(context, **arguments)
 
 
-def on_ranks(world_size: int, pool: str = "cpu_ranks") -> Callable[[Test], Test]:
+def on_ranks(world_size: int | None = None, pool: str = "cpu_ranks") -> Callable[[Test], Test]:
     """Makes a test of a function of a `Context`, which so many ranks of a pool call.
 
-    Its further arguments are those of the test: its parameters and fixtures.
+    Its further arguments are those of the test: its parameters and fixtures. The number of ranks
+    may be a parameter, `world_size`, too.
     """
 
     def decorate(body: Test) -> Test:
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True
             run = arguments.pop(pool).run
-            run(world_size, Body(body.__module__, body.__name__), arguments)
+            count = arguments.pop("world_size") if world_size is None else world_size
+            run(count, Body(body.__module__, body.__name__), arguments)
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         _, *further = inspect.signature(body).parameters.values()
-        test.__signature__ = inspect.Signature([inspect.Parameter(pool, kind), *further])
+        own = [pool, *["world_size"] * (world_size is None)]
+        test.__signature__ = inspect.Signature(
+            [*(inspect.Parameter(name, kind) for name in own), *further]
+        )
         test.__name__, test.__doc__, test.body = body.__name__, body.__doc__, body
         test.__module__ = body.__module__
         return test

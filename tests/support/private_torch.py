@@ -21,13 +21,14 @@ def private_uses(package: str) -> list[str]:
     """
     trees = {path: ast.parse(path.read_text()) for path in _files(*PACKAGES)}
     own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
+    own |= PYTHON
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
         for path in _files(package)
         if path.name != COMPATIBILITY
         for node in ast.walk(trees[path])
         for name in _used(node)
-        if _is_private(name) and name not in (own | PYTHON) - _of_others(node)
+        if _is_private(name) and (name not in own or name in _of_others(node))
     ]
 
 

@@ -1,4 +1,11 @@
-"""What HolisticTraceAnalysis says of the same trace: see tests/support/hta_figures.py."""
+"""What HolisticTraceAnalysis 0.5.0 says of the same traces, as it has been written down.
+
+`gpu_streams.json` has kernels and collectives of random lengths on three streams, in the profiler's
+format. `gpu_h200.json.gz` is a real one, of three training steps on an NVIDIA H200 (CUDA 13.0)
+whose batches come from pinned memory on a stream of their own. The figures beside them are those of
+`TraceAnalysis.get_temporal_breakdown` and `get_comm_comp_overlap`, with HTA_DISABLE_NS_ROUNDING=1:
+HTA rounds each event to whole microseconds otherwise. It needs older packages than the project.
+"""
 
 import gzip
 import json

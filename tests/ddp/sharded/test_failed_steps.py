@@ -9,7 +9,7 @@ from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.internals.agreement import ToldError, agree, status_of
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets, whole_values
+from tests.support.beside import Beside, chain_loss, whole_values
 from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
@@ -66,7 +66,7 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(
     context: Context, name: str, fail: Callable
 ) -> None:
     """In the first step, in later ones, on one rank or on both; a schedule wraps `step` too."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     ours = pair.model.make_optimizer(torch.optim.AdamW, lr=0.1)
     plain = torch.optim.AdamW(pair.reference.parameters(), lr=0.1)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (ours, plain)]
@@ -90,8 +90,7 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(
         for optimizer, schedule in zip((ours, plain), schedules, strict=True):
             optimizer.step()
             schedule.step()
-        for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        pair.compare_values()
         pair.zero_grad(set_to_none=True)
 
 
@@ -110,7 +109,7 @@ class FailingAdam(torch.optim.Adam):
 @on_ranks(2)
 def test_a_step_that_fails_late_is_named_in_the_next_one(context: Context, name: str) -> None:
     """Where others step already: they do not wait, and all refuse to go on without a checkpoint."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(FailingAdam, lr=0.1)
     model_state, state = pair.model.state_dict(), optimizer.state_dict()
     model_state = {key: value.clone() for key, value in model_state.items()}
@@ -131,8 +130,7 @@ def test_a_step_that_fails_late_is_named_in_the_next_one(context: Context, name:
     optimizer.step()
     plain = torch.optim.Adam(pair.reference.parameters(), lr=0.1)
     plain.step()
-    for p, q in zip(whole_values(pair.model), pair.reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    pair.compare_values()
 
 
 def test_who_does_something_else_or_cannot_is_named():

@@ -1,9 +1,7 @@
 """`fsdp`: values, memory, and what is on the wire when."""
 
-import copy
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.beside import Beside
 from tests.support.on_ranks import on_ranks
-from tests.support.turns import in_turn
 
 
 class Network(nn.Module):
@@ -48,25 +46,24 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens(step + 50, rank).flatten())
 
 
-class Pair:
-    """The wrapped network, and its reference on the data of all ranks."""
+def tied() -> nn.Module:
+    return Network(tied=True)
+
+
+class Pair(Beside):
+    """The wrapped network, and its reference on the data of all ranks, with an optimizer each."""
 
     def __init__(self, context: Context, network: nn.Module, **options):
-        self.rank, self.world_size = context.rank, context.world_size
-        self.reference = copy.deepcopy(network)
-        self.model = HandBuiltFSDP(network, process_group=context.group, **options)
+        super().__init__(context, "fsdp", network, **options)
         self.dtype = options.get("param_dtype") or torch.float32
-        self.scale = 1 if self.model.reduce == "sum" else 1 / self.world_size
-        self.optimizer = self.model.make_optimizer(torch.optim.AdamW, lr=0.1)
-        trained = [p for p in self.reference.parameters() if p.requires_grad]
-        self.other = torch.optim.AdamW(trained, lr=0.1)
+        self.optimizer, self.other = self.optimizers(torch.optim.AdamW, lr=0.1)
 
     def backward(self, step: int) -> None:
         loss_of(self.model, step, self.rank).backward()
         self.reference_backward(step)
 
     def reference_backward(self, step: int) -> None:
-        for rank in range(self.world_size):
+        for rank in self.ranks:
             (self.scale * loss_of(self._reference, step, rank)).backward()
 
     def _reference(self, x: Tensor) -> Tensor:
@@ -95,35 +92,37 @@ class Pair:
             torch.testing.assert_close(state[f"module.{name}"], value, **tolerance)
 
 
-def trains(context: Context, make: Callable[[], nn.Module], **options) -> None:
-    torch.manual_seed(context.rank)  # rank 0's values go to all
-    network = make()
-    torch.manual_seed(0)
-    pair = Pair(context, network, **options)
-    pair.reference.load_state_dict(make().state_dict())
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_it_trains_as_one_process_on_all_data(context: Context) -> None:
+    torch.manual_seed(context.rank)
+    pair = Pair(context, Network())
+    torch.manual_seed(0)  # rank 0's values go to all
+    torch.testing.assert_close(pair.reference.state_dict(), Network().state_dict())
     for step in range(3):
         pair.backward(step)
         pair.finish()
         pair.step()
 
 
-def tied() -> nn.Module:
-    return Network(tied=True)
+class _All:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
-def checkpointed() -> nn.Module:
-    return Network(checkpointed=True)
-
-
-MADE = {"network": Network, "tied": tied, "checkpointed": checkpointed}
-
-
-@pytest.mark.parametrize(("made", "world_size"), in_turn(MADE, (3, 2, 1)))
-def test_it_trains_as_one_process_on_all_data(cpu_ranks, made, world_size):
-    cpu_ranks.run(world_size, trains, MADE[made])
-
-
-def two_optimizers(context: Context, turn: int) -> None:
+@pytest.mark.parametrize("turn", [1, -1])
+@on_ranks(2)
+def test_two_optimizers(context: Context, turn: int) -> None:
     """They step parts of the network one after another; a forward gathers no unit twice."""
     torch.manual_seed(0)
     pair = Pair(context, Network())
@@ -152,24 +151,6 @@ def two_optimizers(context: Context, turn: int) -> None:
     assert ahead + rest == in_all
 
 
-class _All:
-    def __init__(self, optimizers: list[torch.optim.Optimizer]):
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-def test_two_optimizers(cpu_ranks):
-    for turn in (1, -1):
-        cpu_ranks.run(2, two_optimizers, turn)
-
-
 @on_ranks(2)
 def test_two_optimizers_of_one_unit(context: Context) -> None:
     """Both step a part of it, and what the first one has gathered is not whole."""
@@ -182,40 +163,25 @@ def test_two_optimizers_of_one_unit(context: Context) -> None:
     for step in range(3):
         pair.backward(step)
         pair.finish()
-        for both in (pair.optimizer, pair.other):
+        for both in (pair.optimizer, pair.other):  # not `pair.step`, which gathers the values
             both.step()
             both.zero_grad()
     pair.backward(9)
     pair.finish()
 
 
-def frozen() -> nn.Module:
-    network = Network()
-    network.embedding.weight.requires_grad_(False)
-    network.blocks[1].requires_grad_(False)
-    network.blocks[2][0].weight.requires_grad_(False)
-    return network
-
-
-def test_frozen_parameters(cpu_ranks):
-    cpu_ranks.run(2, trains, frozen)
-
-
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @on_ranks(2)
-def test_accumulation(context: Context, reduce: str, param_dtype: torch.dtype | None) -> None:
-    """Several backwards in a step, zeroed in both ways or not at all, and a failed one."""
-    options = {"reduce": reduce, "param_dtype": param_dtype}
-    pair = Pair(context, Network(), **options)
-    error = 0.0 if param_dtype is None else 1e-2
+def test_accumulation_in_16_bit(context: Context, reduce: str) -> None:
+    """Several backwards in a step, zeroed in both ways or not at all."""
+    pair = Pair(context, Network(), reduce=reduce, param_dtype=torch.bfloat16)
     plans = [[True], [False, True], [True, True], [False, False, True], [True, False, True]]
     for step, plan in enumerate(plans):
         for part, synchronise in enumerate(plan):
             pair.model.require_backward_grad_sync = synchronise
             pair.backward(10 * step + part)
-        pair.finish(error)
-        pair.finish(error)  # does nothing
+        pair.finish(error=1e-2)
+        pair.finish(error=1e-2)  # does nothing
         if step == 1:
             pair.model.zero_grad(set_to_none=False)
             pair.reference.zero_grad()
@@ -322,55 +288,6 @@ def test_gathers_and_reductions_overlap(context: Context, checkpointing: bool) -
 
 
 @on_ranks(2)
-def test_failures(context: Context) -> None:
-    """A failed backward, one that never comes, and evaluation before a backward."""
-    pair = Pair(context, Network())
-    for step, fail in enumerate((0, 1, 2)):
-        loss = loss_of(pair.model, 90 + step, context.rank)
-        handle = pair.model.module.blocks[fail][0].weight.register_hook(lambda _g: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(pair.model, 80 + step, context.rank).backward()
-        handle.remove()
-        pair.model.zero_grad()
-        loss = loss_of(pair.model, step, context.rank)
-        with torch.no_grad():
-            loss_of(pair.model.eval(), 70, context.rank)
-        pair.model.train()
-        loss.backward()
-        pair.reference_backward(step)
-        pair.finish()
-        pair.step()
-    pair.model(tokens(0, 0))
-    with pytest.raises(RuntimeError, match="got no gradient"):
-        pair.model.finish_gradient_synchronization()
-
-
-@on_ranks(2)
-def test_gradients_by_hand(context: Context) -> None:
-    """A private engine: `autograd.grad`, then whole sums by hand, each reduced and freed."""
-    pair = Pair(context, Network(), reduce="sum")
-    parameters = list(pair.model.parameters())
-    for step in range(2):
-        sums = torch.autograd.grad(loss_of(pair.model, step, context.rank), parameters)
-        assert not any(
-            u.values.untyped_storage().size() for b in pair.model.blocks for u in b.units
-        )
-        for p, total in reversed(list(zip(parameters, sums, strict=True))):
-            pair.model.before_gradient(p)
-            p.grad = total
-            pair.model.gradient_ready(p)
-        pair.reference_backward(step)
-        pair.finish()
-        pieces = pair.model.gradient_pieces()
-        whole = dict(zip(parameters, pair.model.whole_gradients(), strict=True))
-        for p, offset, numel, gradient in pieces:
-            assert torch.equal(gradient, whole[p].flatten()[offset : offset + numel])
-        norm = pair.model.clip_grad_norm_(0.1)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1))
-        pair.step()
-
-
-@on_ranks(2)
 def test_a_network_is_freed_with_its_wrapper(context: Context) -> None:
     """The network goes with its wrapper, also after steps whose graphs had hooks."""
     pair = Pair(context, Network())
@@ -382,35 +299,6 @@ def test_a_network_is_freed_with_its_wrapper(context: Context) -> None:
     del pair
     gc.collect()
     assert network() is None
-
-
-@on_ranks(2)
-def test_a_plain_optimizer_is_refused(context: Context) -> None:
-    pair = Pair(context, Network())
-    pair.backward(0)
-    pair.finish()
-    before = [unit.shard.clone() for unit in pair.model.units]
-    with pytest.raises(RuntimeError, match=r"step by model\.make_optimizer\(cls"):
-        torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
-    assert all(map(torch.equal, before, [unit.shard for unit in pair.model.units]))
-    pair.step()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_a_gradient_that_is_cleared_behind_no_sync(context: Context, set_to_none: bool) -> None:
-    """A gradient of before, which a backward under `no_sync` was added to, is cleared with it."""
-    torch.manual_seed(0)
-    pair = Pair(context, Network())
-    for step in range(2):
-        loss_of(pair.model, step, context.rank).backward()
-        pair.model.finish_gradient_synchronization()
-        with pair.model.no_sync():
-            loss_of(pair.model, step + 1, context.rank).backward()
-        pair.model.zero_grad(set_to_none=set_to_none)
-        pair.backward(step + 2)
-        pair.finish()
-        pair.step()
 
 
 @on_ranks(2)

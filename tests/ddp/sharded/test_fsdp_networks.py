@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp_by_hand.lm.rank_pool import Context
-from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tokens
+from tests.ddp.sharded.test_fsdp import Network, Pair, loss_of, tied, tokens
 from tests.support.on_ranks import on_ranks
 
 
@@ -46,7 +46,11 @@ class Partly(Network):
         return self.head(x)
 
 
-def unused(context: Context, param_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_parts_of_blocks_and_between_blocks_are_unused(
+    context: Context, param_dtype: torch.dtype | None
+) -> None:
     """On some ranks, on all, on none; two backwards in a step, the second with less or more."""
     pair = Pair(context, Partly(), find_unused_parameters=True, param_dtype=param_dtype)
     plans = [
@@ -72,11 +76,6 @@ def unused(context: Context, param_dtype: torch.dtype | None) -> None:
         pair.reference.zero_grad()
 
 
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_parts_of_blocks_and_between_blocks_are_unused(cpu_ranks, param_dtype):
-    cpu_ranks.run(2, unused, param_dtype)
-
-
 class Experts(nn.Module):
     """Blocks inside of a block, whose own layers compute before and behind them."""
 
@@ -90,6 +89,18 @@ class Experts(nn.Module):
         for expert in self.experts:
             x = x + torch.tanh(expert(x))
         return self.behind(x)
+
+
+def checkpointed() -> nn.Module:
+    return Network(checkpointed=True)
+
+
+def frozen() -> nn.Module:
+    network = Network()
+    network.embedding.weight.requires_grad_(False)
+    network.blocks[1].requires_grad_(False)
+    network.blocks[2][0].weight.requires_grad_(False)
+    return network
 
 
 def nested() -> nn.Module:
@@ -175,7 +186,26 @@ class InSegmentsAndOutside(TwoSegments):
     also_outside = True
 
 
-def steps(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (tied, {}),
+        (checkpointed, {}),
+        (frozen, {}),
+        (nested, {}),
+        (nested_and_frozen, {}),
+        (nested, {"units": (Experts, nn.Linear)}),
+        (tied_blocks, {}),
+        (low_rank, {}),
+        (Repeated, {}),
+        (Reentrant, {}),
+        (TwoSegments, {"find_unused_parameters": True}),
+        (InSegmentsAndOutside, {"find_unused_parameters": True}),
+        (Network, {"units": ()}),
+    ],
+)
+@on_ranks(2)
+def test_networks(context: Context, make: Callable[[], nn.Module], options: dict) -> None:
     torch.manual_seed(0)
     pair = Pair(context, make(), **options)
     for step in range(3):
@@ -194,54 +224,12 @@ def assert_freed_but_root(model: HandBuiltFSDP) -> None:
         assert not any(unit.values.untyped_storage().size() for unit in block.units), block.name
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (nested, {}),
-        (nested_and_frozen, {}),
-        (nested, {"units": (Experts, nn.Linear)}),
-        (tied_blocks, {}),
-        (low_rank, {}),
-        (Repeated, {}),
-        (Reentrant, {}),
-        (TwoSegments, {"find_unused_parameters": True}),
-        (InSegmentsAndOutside, {"find_unused_parameters": True}),
-        (Network, {"units": ()}),
-    ],
-)
-def test_networks(cpu_ranks, make, options):
-    cpu_ranks.run(2, steps, make, options)
-
-
 @on_ranks(2)
 def test_segments_are_named(context: Context) -> None:
     model = HandBuiltFSDP(TwoSegments(), process_group=context.group)
     loss_of(model, 0, context.rank).backward()
     with pytest.raises(RuntimeError, match=r"reentrant checkpointing.*find_unused_parameters=True"):
         model.finish_gradient_synchronization()
-
-
-@on_ranks(2)
-def test_several_forwards(context: Context) -> None:
-    """Two forwards and one backward, one backward for each, and two through one graph."""
-    pair = Pair(context, Network())
-    for step in range(2):
-        both = loss_of(pair.model, step, context.rank) + loss_of(
-            pair.model, 20 + step, context.rank
-        )
-        both.backward()
-        for seed in (step, 20 + step):
-            pair.reference_backward(seed)
-        pair.finish()
-        pair.step()
-        losses = [loss_of(pair.model, seed, context.rank) for seed in (30 + step, 40 + step)]
-        for seed, loss in zip((30 + step, 40 + step), losses, strict=True):
-            loss.backward(retain_graph=seed < 40)
-            pair.reference_backward(seed)
-        losses[0].backward()
-        pair.reference_backward(30 + step)
-        pair.finish()
-        pair.step()
 
 
 def gradients_of(
@@ -303,9 +291,14 @@ def test_another_order_is_refused(context: Context) -> None:
     model.module.order = (0, 1, 2)
     loss_of(model, 0, context.rank).backward()
     model.finish_gradient_synchronization()
-    model.module.order = (0, 2, 1)
-    with pytest.raises(RuntimeError, match=r"blocks\.2 is called where .* blocks\.1 was"):
-        model(tokens(0, 0))
+    for order, says in (
+        ((0, 2, 1), r"blocks\.2 is called where .* blocks\.1 was"),
+        ((0, 1, 2, 0), r"blocks\.0 is called where .* the forward ended"),
+        ((0,), r"has not called blocks\.1, blocks\.2"),
+    ):
+        model.module.order = order
+        with pytest.raises(RuntimeError, match=says):
+            model(tokens(0, 0))
     model.module.order = (0, 1, 2)
     loss_of(model, 0, context.rank).backward()
     model.finish_gradient_synchronization()

@@ -10,18 +10,19 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from ddp import wrap
 from ddp.sharded.internals.interface import STATUS_BYTES
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, numbers, small_buckets
+from tests.support.beside import Beside, chain_loss, numbers, wrapped
 from tests.support.on_ranks import on_ranks
 
 TWO = (None, False)
 
 
-def clipped(context: Context, name: str) -> None:
+@pytest.mark.parametrize(("world_size", "name"), [(3, "zero1"), (2, "zero2")])
+@on_ranks()
+def test_clipping_takes_the_norm_over_all_ranks(context: Context, name: str) -> None:
     for max_norm in (0.1, 1e9):
-        pair = Beside(context, name, Chain(), **small_buckets(name))
+        pair = Beside(context, name)
         pair.backward(chain_loss(0))
         pair.finish()
         expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), max_norm)
@@ -29,16 +30,11 @@ def clipped(context: Context, name: str) -> None:
         pair.compare()
 
 
-def test_clipping_takes_the_norm_over_all_ranks(cpu_ranks):
-    for world_size, name in ((3, "zero1"), (2, "zero2")):
-        cpu_ranks.run(world_size, clipped, name)
-
-
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
 @on_ranks(2)
 def test_clipping_by_pytorch_is_refused_with_what_to_call(context: Context, name: str) -> None:
     """Checks that what is said is right, and that no gradient was changed, read or copied."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     pair.backward(chain_loss(0))
     pair.finish()
     utils, gradients = torch.nn.utils, [p.grad for p in pair.model.parameters()]
@@ -81,7 +77,9 @@ class OfSeveralDtypes(nn.Module):
         return (self.weight * x).sum() * self.scale + self.phase.abs().sum() + self.none.sum()
 
 
-def clipped_in_several_dtypes(context: Context, name: str) -> None:
+@pytest.mark.parametrize(("world_size", "name"), [(4, "zero1"), (2, "zero2")])
+@on_ranks()
+def test_ranks_without_pieces_take_part_in_the_norm(context: Context, name: str) -> None:
     pair = Beside(context, name, OfSeveralDtypes(), bucket_size_mb=None)
     pair.backward(lambda model, rank: model(numbers(5, seed=0, rank=rank, like=model)).square())
     pair.finish()
@@ -91,14 +89,11 @@ def clipped_in_several_dtypes(context: Context, name: str) -> None:
     pair.compare()
 
 
-def test_ranks_without_pieces_take_part_in_the_norm(cpu_ranks):
-    for world_size, name in ((4, "zero1"), (2, "zero2")):
-        cpu_ranks.run(world_size, clipped_in_several_dtypes, name)
-
-
-def set_to_zero(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+@on_ranks(2)
+def test_a_gradient_that_is_set_to_zero(context: Context, name: str) -> None:
     """A `.grad` that is set to zero is zero for the norm, the optimizer and the next reduction."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(pair.reference.parameters(), lr=0.1, momentum=0.9)
     pair.backward(chain_loss(0))
@@ -112,20 +107,16 @@ def set_to_zero(context: Context, name: str) -> None:
         for each in (optimizer, plain):
             each.step()
             each.zero_grad(set_to_none=False)
-        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        pair.compare_values()
     pair.model.gradient_dtype = torch.float64
     assert all(not gradient.any() for gradient in pair.model.whole_gradients())
 
 
-def test_a_gradient_that_is_set_to_zero(cpu_ranks):
-    for name in ("zero1", "zero2"):
-        cpu_ranks.run(2, set_to_zero, name)
-
-
-def too_early(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+@on_ranks(2)
+def test_gradients_that_are_not_reduced_are_refused(context: Context, name: str) -> None:
     """Pieces of an earlier step, or of memory that a collective is writing to, are not used."""
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     pair.backward(chain_loss(0))
     pair.finish()
@@ -149,15 +140,12 @@ def too_early(context: Context, name: str) -> None:
     assert pair.model.clip_grad_norm_(1.0) > 0
 
 
-def test_gradients_that_are_not_reduced_are_refused(cpu_ranks):
-    for name in ("zero1", "zero2", "fsdp"):
-        cpu_ranks.run(2, too_early, name)
-
-
-def wrapper_has_gone(context: Context, name: str) -> None:
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
+@on_ranks(2)
+def test_a_plain_optimizer_is_refused_without_the_wrapper_too(context: Context, name: str) -> None:
     """Its stand-ins are known without it, and what `fsdp` had gathered is stale."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False))
-    model = wrap(name, module, process_group=context.group)
+    model = wrapped(context, name, module)
     plain = torch.optim.SGD(module.parameters(), lr=0.1)
     output = model(torch.ones(3))
     if name != "fsdp":
@@ -180,14 +168,10 @@ def wrapper_has_gone(context: Context, name: str) -> None:
             assert torch.equal(p, value)
 
 
-def test_a_plain_optimizer_is_refused_without_the_wrapper_too(cpu_ranks):
-    for name in ("zero1", "zero2", "fsdp"):
-        cpu_ranks.run(2, wrapper_has_gone, name)
-
-
-def pieces(context: Context) -> None:
+@on_ranks(3)
+def test_pieces_are_what_the_optimizer_uses(context: Context) -> None:
     """They tile the gradient over ranks, and the optimizer uses what is written to them."""
-    pair = Beside(context, "zero2", Chain(), **small_buckets("zero2"))
+    pair = Beside(context, "zero2")
     assert pair.model.gradient_pieces() == []
     pair.backward(chain_loss(0))
     pair.finish()
@@ -206,25 +190,18 @@ def pieces(context: Context) -> None:
         torch.testing.assert_close(p, q - 0.1 * (q.grad + 1))
 
 
-def test_pieces_are_what_the_optimizer_uses(cpu_ranks):
-    cpu_ranks.run(3, pieces)
-
-
-def told(context: Context, name: str) -> None:
-    model = wrap(name, Chain().to(context.device), process_group=context.group)
+@pytest.mark.parametrize(("world_size", "name"), [(1, "zero1"), (3, "zero2"), (2, "fsdp")])
+@on_ranks()
+def test_ranks_tell_each_other_their_status(context: Context, name: str) -> None:
+    model = wrapped(context, name)
     status = "é" * 300 if context.rank == 1 else ""
     cut = "é" * (STATUS_BYTES // 2)
     assert model.exchange(status) == ["", cut, ""][: context.world_size]
     assert model.exchange("") == [""] * context.world_size
 
 
-def test_ranks_tell_each_other_their_status(cpu_ranks):
-    for world_size, name in ((1, "zero1"), (3, "zero2"), (2, "fsdp")):
-        cpu_ranks.run(world_size, told, name)
-
-
 def steps_ahead_of_its_gpu(context: Context, name: str) -> None:
-    pair = Beside(context, name, Chain(), **small_buckets(name))
+    pair = Beside(context, name)
     optimizer = pair.model.make_optimizer(torch.optim.Adam, lr=0.1)
     x = numbers(4, 6, seed=0, rank=context.rank, like=pair.model)
     for is_late in (False, False, True):

@@ -1,6 +1,5 @@
 """How a flat buffer is divided: every element has one owner, whatever the shapes and ranks."""
 
-import gc
 from collections import Counter
 from itertools import product
 
@@ -9,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import wrap
 from ddp.sharded.layout import FlatUnit
 from ddp.sharded.slices import pieces_of
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.on_ranks import on_ranks
 
 SHAPES = [
     [(3, 5), (), (7,), (2, 3, 4)],
@@ -24,7 +23,9 @@ SHAPES = [
 ]
 
 
-def tiled(context: Context) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_pieces_tile_every_parameter(context: Context) -> None:
     for shapes, dtype in product(SHAPES, (torch.bfloat16, torch.float32, torch.float64)):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]
         unit = FlatUnit(parameters, context.group)
@@ -51,48 +52,3 @@ def tiled(context: Context) -> None:
         owners = Counter(member for _, members in everyone for member in members)
         assert set(owners) == set(range(len(shapes)))
         assert all(owners[m] == 1 for m, p in enumerate(parameters) if not p.numel())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_pieces_tile_every_parameter(cpu_ranks, world_size):
-    cpu_ranks.run(world_size, tiled)
-
-
-def stand_ins(context: Context) -> None:
-    """`.grad` says what is reduced, and becomes this rank's part again."""
-    module = nn.ParameterList([torch.ones(s, dtype=torch.bfloat16) for s in ((3, 2), (), (5,))])
-    model = wrap("zero1", module, process_group=context.group)
-    parameters = list(module.parameters())
-    for p in parameters:
-        p.grad = torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + context.rank
-        model.gradient_ready(p)
-    model.finish_gradient_synchronization()
-    mean = (context.world_size - 1) / 2
-    assert model.gradients.not_reduced() is None
-    for p in parameters:
-        assert (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
-    versions = [p.grad._version for p in parameters]
-    parameters[2].grad.zero_()  # as zero_grad(set_to_none=False) does
-    changes = [p.grad._version - v for p, v in zip(parameters, versions, strict=True)]
-    assert changes == [0, 0, 1]
-    whole = [torch.arange(p.numel(), dtype=p.dtype).view(p.shape) + mean for p in parameters]
-    whole[2].zero_()
-    for gradient, expected in zip(model.whole_gradients(), whole, strict=True):
-        assert torch.equal(gradient, expected)
-    for options in ({}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"foreach": True}):
-        with pytest.raises(RuntimeError, match=r"model\.make_optimizer"):
-            torch.optim.SGD(parameters[:2], lr=0.1, **options).step()
-    assert all((p == 1).all() for p in parameters)
-    with torch.no_grad():
-        model.gradients.make_local(*range(3))
-    for p, expected in zip(parameters, whole, strict=True):
-        dist.all_reduce(p.grad, group=context.group)
-        assert torch.equal(p.grad / context.world_size, expected)
-    assert model.gradients.not_reduced() == "0"
-    del model
-    gc.collect()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stand_ins_say_what_is_not_here(cpu_ranks, world_size):
-    cpu_ranks.run(world_size, stand_ins)

@@ -6,17 +6,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from ddp import wrap
 from ddp.sharded.optimizer import ELEMENTWISE
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import (
-    Beside,
-    Branches,
-    Chain,
-    branches_loss,
-    chain_loss,
-    small_buckets,
-)
+from tests.support.beside import Beside, Branches, branches_loss, chain_loss, wrapped
 from tests.support.on_ranks import on_ranks
 
 NAME = "zero1"
@@ -31,20 +23,14 @@ def in_groups(model: nn.Module) -> list[dict]:
 
 def pair_with_optimizers(context: Context, cls=torch.optim.AdamW, **options):
     torch.manual_seed(0)
-    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    pair = Beside(context, NAME)
     ours = pair.model.make_optimizer(cls, params=in_groups(pair.model), **options)
     return pair, ours, cls(in_groups(pair.reference), **options)
 
 
 def train(pair: Beside, optimizers, steps: range) -> None:
     for step in steps:
-        pair.backward(chain_loss(step))
-        pair.finish()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
+        pair.train(optimizers, chain_loss(step))
 
 
 def saved(context: Context) -> tuple[dict, dict]:
@@ -92,7 +78,7 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(cpu_ranks):
 @on_ranks(2)
 def test_a_loaded_state_is_of_the_slices_dtype(context: Context) -> None:
     """The state keeps the dtype of the slices where the network computes in another one."""
-    model = wrap("fsdp", Chain(), process_group=context.group, param_dtype=torch.bfloat16)
+    model = wrapped(context, "fsdp", param_dtype=torch.bfloat16)
     optimizer = model.make_optimizer(torch.optim.AdamW, fused=True)
     for step in range(2):
         chain_loss(step)(model, context.rank).backward()
@@ -141,7 +127,7 @@ class Signs(torch.optim.Optimizer):
 @on_ranks(2)
 def test_what_a_step_notes_in_a_group_stays(context: Context) -> None:
     """It is saved, and counts once for all slices; names of parameters stay too."""
-    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    pair = Beside(context, NAME)
     ours = pair.model.make_optimizer(Signs, params=pair.model.module.named_parameters())
     plain = Signs(pair.reference.named_parameters())
     train(pair, (ours, plain), range(2))
@@ -154,29 +140,22 @@ class Own(torch.optim.SGD):
     """Steps as SGD does, and does not say that it treats elements alone."""
 
 
-def built(context: Context, cls: type[torch.optim.Optimizer]) -> None:
-    model = wrap(NAME, nn.Linear(3, 2), process_group=context.group)
-    model.make_optimizer(cls)
-    for refused in (optim.Muon, optim.LBFGS, optim.Adafactor, optim.SparseAdam, Own):
+@on_ranks(1)
+def test_only_optimizers_that_treat_elements_alone_are_accepted(context: Context) -> None:
+    model = wrapped(context, NAME, nn.Linear(3, 2))
+    for cls in (*ELEMENTWISE, Signs):
+        model.make_optimizer(cls)
+    for cls in (optim.Muon, optim.LBFGS, optim.Adafactor, optim.SparseAdam, Own):
         said = (
-            rf"^{refused.__name__} may look at whole tensors.*{refused.__name__}\.treats_elements"
+            rf"^{cls.__name__} may look at whole tensors.*{cls.__name__}\.treats_elements.*\"ddp_b"
         )
         with pytest.raises(TypeError, match=said):
-            model.make_optimizer(refused)
-
-
-@pytest.mark.parametrize(
-    "cls", [*sorted(ELEMENTWISE, key=repr), Signs], ids=lambda cls: cls.__name__
-)
-def test_optimizers_that_treat_elements_alone_are_accepted(cpu_ranks, cls):
-    cpu_ranks.run(1, built, cls)
+            model.make_optimizer(cls)
 
 
 @on_ranks(2)
 def test_refusals(context: Context) -> None:
-    model = wrap(NAME, Chain(), process_group=context.group)
-    with pytest.raises(TypeError, match=r"Muon may look at whole tensors.*ddp_bucketed"):
-        model.make_optimizer(torch.optim.Muon)
+    model = wrapped(context, NAME)
     with pytest.raises(ValueError, match=r"does not train parameters of shapes \[\[3\]\]"):
         model.make_optimizer(torch.optim.SGD, params=[nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="Invalid learning rate"):
@@ -195,14 +174,8 @@ def test_refusals(context: Context) -> None:
         torch.optim.Adam(model.parameters()).step()
     for p, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, value)
-    other = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
-    plain = torch.optim.Adam(other.parameters())
-    other(torch.ones(5)).sum().backward()
-    plain.step()
-    with pytest.raises(ValueError, match=r"exp_avg is \[5, 5\] for a parameter \[6, 6\]"):
-        optimizer.load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match="parameter group"):
-        optimizer.load_state_dict(torch.optim.Adam(other[0].parameters()).state_dict())
+        optimizer.load_state_dict(torch.optim.Adam(nn.Linear(5, 5).parameters()).state_dict())
     assert not optimizer.state
 
 
@@ -216,3 +189,81 @@ def test_a_parameter_nobody_used_is_not_stepped(context: Context) -> None:
     names = [name for name, _ in pair.model.module.named_parameters()]
     stated = {names[number] for number in optimizer.state_dict()["state"]}
     assert stated == {name for name in names if "branches.1" not in name}
+
+
+# ---- whole states ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [NAME, "fsdp"])
+@on_ranks(2)
+def test_states_of_other_networks_are_refused(context: Context, name: str) -> None:
+    """What fits no parameter is refused by name, before anything changes; what fits is taken."""
+    model = wrapped(context, name)
+    groups = in_groups(model)
+    groups[0]["amsgrad"] = True  # so that a value exists which the defaults do not tell of
+    optimizer = model.make_optimizer(torch.optim.Adam, params=groups, lr=0.1)
+    chain_loss(0)(model, context.rank).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+    good = optimizer.state_dict()
+    for key, value, message in (
+        ("exp_avg", torch.ones(6), r"exp_avg is \[6\] for a parameter \[6, 6\]"),
+        (
+            "max_exp_avg_sq",
+            torch.ones(6, 1),
+            r"max_exp_avg_sq is \[6, 1\] for a parameter \[6, 6\]",
+        ),
+        ("step", torch.ones(6, 6), r"step is \[6, 6\] for a parameter \[6, 6\].*weight"),
+    ):
+        bad = copy.deepcopy(good)
+        bad["state"][0][key] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(bad)
+    bad = copy.deepcopy(good)
+    bad["state"] |= {17: bad["state"][0], "x": {}}
+    with pytest.raises(ValueError, match=r"parameters \[17, 'x'\], which are in none"):
+        optimizer.load_state_dict(bad)
+    for number, values in optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(values, good["state"][number])
+    other = copy.deepcopy(good)
+    numbers = [n for group in other["param_groups"] for n in group["params"]]
+    for group in other["param_groups"]:
+        group["params"] = [n + 5 for n in group["params"]]
+    other["state"] = {n + 5: other["state"][n] for n in reversed(numbers)}
+    other["state"][5]["step"] = float(other["state"][5]["step"])  # as of early versions of torch
+    optimizer.load_state_dict(other)
+    for number, values in optimizer.state_dict()["state"].items():
+        torch.testing.assert_close(values, good["state"][number], check_dtype=False)
+
+
+class WithNothing(nn.Module):
+    """Two of its parameters have no element, one of them the last of its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.weight = nn.Parameter(torch.ones(8))
+        self.last = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return (self.weight * x).sum() + self.none.sum() + self.last.sum()
+
+
+@pytest.mark.parametrize("name", [NAME, "fsdp"])
+@on_ranks(2)
+def test_a_parameter_without_elements_has_a_state(context: Context, name: str) -> None:
+    pair = Beside(context, name, WithNothing())
+    ours = pair.model.make_optimizer(torch.optim.Adam, lr=0.1)
+    plain = torch.optim.Adam(pair.reference.parameters(), lr=0.1)
+    for step in range(3):
+        x = [torch.randn(8, generator=torch.Generator().manual_seed(9 * step + r)) for r in (0, 1)]
+        pair.backward(lambda model, rank, x=x: model(x[rank]))
+        pair.finish()
+        for optimizer in (ours, plain):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+        state, expected = ours.state_dict()["state"], plain.state_dict()["state"]
+        assert set(state) == set(expected) == {0, 1, 2}
+        for number, values in expected.items():
+            torch.testing.assert_close(state[number], values)
+        ours.load_state_dict(plain.state_dict() if step else ours.state_dict())

@@ -11,6 +11,7 @@ from ddp.sharded.internals.stand_in import StandIn
 from ddp.sharded.units import GatheredUnit
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, tied
+from tests.support.on_ranks import on_ranks
 
 
 def names_by_block(network: nn.Module, classes=None) -> dict[str, list[str]]:
@@ -61,7 +62,8 @@ def test_chosen_classes_and_blocks_in_blocks():
     assert found["blocks.0"] == ["blocks.0.gate.weight", "blocks.0.gate.bias"]
 
 
-def memory(context: Context) -> None:
+@on_ranks(2)
+def test_memory_comes_and_goes(context: Context) -> None:
     values = torch.arange(15.0).view(3, 5) + 1
     parameters = [nn.Parameter(values.clone()), nn.Parameter(values[0].clone())]
     names = dict(zip(parameters, ["weight", "bias"], strict=True))
@@ -84,7 +86,8 @@ def memory(context: Context) -> None:
     assert unit.shard.dtype == torch.float32
 
 
-def failed_gather(context: Context) -> None:
+@on_ranks(2)
+def test_a_gather_that_has_failed_raises_once(context: Context) -> None:
     """It raises once: what frees blocks afterwards does not, and a later gather begins anew.
 
     A wait that was interrupted goes on, since other ranks gather no second time.
@@ -115,11 +118,3 @@ def failed_gather(context: Context) -> None:
     assert parameter.tolist() == [0, 1, 2, 3, 4, 5]
     unit.free()
     assert unit.values.untyped_storage().size() == 0
-
-
-def test_a_gather_that_has_failed_raises_once(cpu_ranks):
-    cpu_ranks.run(2, failed_gather)
-
-
-def test_memory_comes_and_goes(cpu_ranks):
-    cpu_ranks.run(2, memory)

@@ -10,6 +10,7 @@ from ddp import wrap
 from ddp.sharded.internals.stand_in import StandIn
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of, tied, tokens
+from tests.support.beside import wrapped
 
 
 def train(model, optimizer, steps, rank: int) -> None:
@@ -25,7 +26,7 @@ def moves(context: Context) -> None:
     models = []
     for name in ("fsdp", "ddp_bucketed"):
         torch.manual_seed(0)
-        model = wrap(name, tied(), process_group=context.group)
+        model = wrapped(context, name, tied())
         models.append((model, model.make_optimizer(torch.optim.AdamW, lr=0.1)))
     (fsdp, sharded), (other, plain) = models
     train(fsdp, sharded, range(2), context.rank)

@@ -7,7 +7,7 @@ import torch
 
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Beside, Chain, chain_loss, small_buckets
+from tests.support.beside import Beside, Chain, chain_loss, small_buckets, wrapped
 from tests.support.on_ranks import on_ranks
 from tests.support.recorder import recording
 
@@ -44,7 +44,7 @@ def test_what_is_sent(context: Context) -> None:
 def test_optimizers_gather_what_they_hold(context: Context) -> None:
     """Each gathers the units it has a parameter of, and changes what it holds alone."""
     with recording(context.group) as recorder:
-        pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+        pair = Beside(context, NAME)
         model = wrap(NAME, pair.model.module, process_group=recorder, **small_buckets(NAME))
         pair.model = model
         parts = [list(net.parameters()) for net in (model, pair.reference)]
@@ -77,18 +77,11 @@ def test_optimizers_gather_what_they_hold(context: Context) -> None:
 @on_ranks(2)
 def test_parameters_stay_views(context: Context) -> None:
     """Before and after steps and a checkpoint."""
-    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    pair = Beside(context, NAME)
     state = copy.deepcopy(pair.model.state_dict())
-    plain = torch.optim.AdamW(pair.reference.parameters())
-    optimizer = pair.model.make_optimizer(torch.optim.AdamW)
+    optimizers = pair.optimizers(torch.optim.AdamW)
     for turn in range(3):
-        pair.backward(chain_loss(turn))
-        pair.finish()
-        optimizer.step()
-        plain.step()
-        for p, q in zip(pair.model.parameters(), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-        pair.zero_grad(set_to_none=True)
+        pair.train(optimizers, chain_loss(turn))
         for unit in pair.model.units:
             for view, p in zip(unit.views(unit.values), unit.parameters, strict=True):
                 assert view.data_ptr() == p.data_ptr()
@@ -99,7 +92,7 @@ def test_parameters_stay_views(context: Context) -> None:
 
 @on_ranks(2)
 def test_other_memory_of_a_parameter_is_refused(context: Context) -> None:
-    pair = Beside(context, NAME, Chain(), **small_buckets(NAME))
+    pair = Beside(context, NAME)
     optimizer = pair.model.make_optimizer(torch.optim.SGD, lr=0.1)
     weight = pair.model.module.layers[1].weight
     for other in (weight.data[:1].clone(), weight.data[:2], weight.data.clone(), weight.data.t()):
@@ -115,7 +108,7 @@ def test_other_memory_of_a_parameter_is_refused(context: Context) -> None:
 @on_ranks(2)
 def test_a_graph_with_old_parameters_is_refused(context: Context) -> None:
     """A graph from before the step has saved parameters that have changed since."""
-    model = wrap(NAME, Chain(), process_group=context.group)
+    model = wrapped(context, NAME)
     optimizer = model.make_optimizer(torch.optim.SGD, lr=0.1)
     early = chain_loss(1)(model.module, context.rank)
     chain_loss(0)(model, context.rank).backward()

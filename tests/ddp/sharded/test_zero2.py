@@ -54,14 +54,12 @@ def test_buckets_are_freed_while_backward_runs(context: Context) -> None:
 def bodies(context: Context) -> None:
     """Runs the tests most likely to differ from `zero1`; the slow set has all of them."""
     test_gradients.train_beside_reference(context, "zero2", "adamw", "mean")
-    for body in (
-        test_accumulation.two_synchronising_backwards,
-        test_accumulation.never_zeroed,
-        test_accumulation.no_sync_behind_a_synchronising_backward,
-        test_unused.untouched_where_nobody_used_it,
-        test_unused.test_two_backwards_that_use_different_parameters.body,
-    ):
-        body(context, "zero2")
+    test_accumulation.accumulated(
+        context, "zero2", "two_synchronising_backwards", "never_zeroed",
+        "no_sync_behind_a_synchronising_backward",
+    )  # fmt: skip
+    test_unused.untouched_where_nobody_used_it(context, "zero2")
+    test_unused.planned(context, "zero2", *test_unused.BEYOND_TORCH)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])

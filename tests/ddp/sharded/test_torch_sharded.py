@@ -1,4 +1,4 @@
-"""PyTorch's `fully_shard` with the interface of the other variants."""
+"""PyTorch's `fully_shard` and sharded optimizer, with the interface of the other variants."""
 
 import copy
 
@@ -8,11 +8,12 @@ import torch
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.ddp.sharded.test_fsdp import Network, loss_of
+from tests.support.beside import Chain, chain_loss, wrapped
 from tests.support.on_ranks import on_ranks
 
 
 @on_ranks(2)
-def test_it_trains_and_its_checkpoints_are_whole(context: Context) -> None:
+def test_fsdp_trains_and_its_checkpoints_are_whole(context: Context) -> None:
     for reduce, scale in (("mean", 1 / context.world_size), ("sum", 1.0)):
         torch.manual_seed(0)
         reference = Network()
@@ -52,7 +53,34 @@ def test_it_trains_and_its_checkpoints_are_whole(context: Context) -> None:
 
 @on_ranks(2)
 def test_a_network_that_is_sharded_already_is_refused(context: Context) -> None:
-    network = wrap("torch_fsdp", Network(), process_group=context.group).module
+    network = wrapped(context, "torch_fsdp", Network()).module
     for name in ("ddp_bucketed", "zero1", "fsdp", "torch_ddp", "torch_fsdp"):
         with pytest.raises(RuntimeError, match=r"weight is a DTensor.*wrap\(\"torch_fsdp\", net"):
-            wrap(name, network, process_group=context.group)
+            wrapped(context, name, network)
+
+
+def whole_on_every_rank(context: Context) -> tuple[int, dict]:
+    torch.manual_seed(0)
+    model = wrapped(context, "torch_zero1")
+    optimizer = model.make_optimizer(torch.optim.Adam, lr=0.01)
+    for step in range(2):
+        chain_loss(step)(model, context.rank).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sum(values["exp_avg"].numel() for values in optimizer.optim.state.values())
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert all(state["state"].values())  # PyTorch's own class takes out those of other ranks
+    return held, state
+
+
+def test_zero1_divides_state_and_a_checkpoint_is_whole(cpu_ranks):
+    results = cpu_ranks.run(2, whole_on_every_rank)
+    numel = sum(p.numel() for p in Chain().parameters())
+    assert sum(held for held, _ in results) == numel
+    assert all(0 < held < numel for held, _ in results)
+    (_, first), (_, second) = results
+    assert len(first["state"]) == len(list(Chain().parameters()))
+    for number, values in first["state"].items():
+        assert torch.equal(values["exp_avg"], second["state"][number]["exp_avg"])
