@@ -10,7 +10,7 @@ from ddp_by_hand.experiments.networks import __main__ as networks
 from ddp_by_hand.experiments.plan_privacy import options as plan_privacy
 from ddp_by_hand.experiments.profile_bottlenecks import options as profile_bottlenecks
 from ddp_by_hand.experiments.records import __main__ as records
-from ddp_by_hand.experiments.verify_correctness import options as verify_correctness
+from ddp_by_hand.experiments.verify_correctness import run as verify_correctness
 from ddp_by_hand.measure.options import parser_of
 
 

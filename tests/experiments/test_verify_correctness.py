@@ -28,7 +28,7 @@ from ddp_by_hand.experiments.verify_correctness.cases import (
     plan,
 )
 from ddp_by_hand.experiments.verify_correctness.findings import Finding
-from ddp_by_hand.experiments.verify_correctness.options import Options
+from ddp_by_hand.experiments.verify_correctness.run import Options
 from ddp_by_hand.experiments.verify_correctness.step import (
     deals,
     gradient_error,

@@ -16,8 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ddp_by_hand.experiments.verify_correctness.options import Options
-from ddp_by_hand.experiments.verify_correctness.run import prepare, run
+from ddp_by_hand.experiments.verify_correctness.run import Options, prepare, run
 from ddp_by_hand.lm.programs import program_name
 from ddp_by_hand.lm.runtime import is_first_of_host
 from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse

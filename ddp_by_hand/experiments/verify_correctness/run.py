@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from ddp_by_hand.experiments.verify_correctness.cases import (
     DTYPES,
     NETWORKS,
+    PRIVATE_MODES,
     SMALL,
     Ranks,
     plan,
 )
 from ddp_by_hand.experiments.verify_correctness.findings import MOST, TOLERANCES, Finding
-from ddp_by_hand.experiments.verify_correctness.options import Options
 from ddp_by_hand.experiments.verify_correctness.phases import phase_table
 from ddp_by_hand.experiments.verify_correctness.step import verify
 from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
@@ -36,6 +36,7 @@ from ddp_by_hand.lm.runtime import (
 from ddp_by_hand.lm.watch import Cause
 from ddp_by_hand.measure import Column, Progress, format_table
 from ddp_by_hand.measure.extras import MissingExtra, require
+from ddp_by_hand.measure.options import option, positive
 from ddp_by_hand.measure.words import counted
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.modes import REFERENCE_MODE
@@ -44,6 +45,45 @@ from dp_clipping.profiling.profile import switch_on
 DEVICES = {"auto": "auto", "gloo": "cpu", "nccl": "cuda"}
 SILENCE = 5.0  # seconds without a line, where there is no terminal
 TENSOR_RANKS = 2  # of a mesh of two axes
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    """Command-line options; `remarks` are further lines for the result."""
+
+    use_fsdp: bool = option(False, group="what to check", help=(
+        "FSDP2: ranks have shards of the parameters and different samples, one rank none "
+        "(default: not sharded)"))
+    use_tp: bool = option(False, help=(
+        "tensor parallel: ranks have parts of each layer and the same samples; with "
+        "--use-fsdp two ranks each, and at least four in all. Each case runs three times, as norms "
+        "travel: sync, async, layerwise (default: not split)"))
+    modes: tuple[str, ...] = option(PRIVATE_MODES, choices=PRIVATE_MODES, unique=True,
+        metavar="MODE", help=(
+        f"what is checked: any of {', '.join(PRIVATE_MODES)} (default: all)"))
+    networks: tuple[str, ...] = option(tuple(NETWORKS), choices=tuple(NETWORKS), unique=True,
+        metavar="NAME", help=(
+        "on what: transformer (ddp_by_hand/lm/model.py), llama (Hugging Face's, where transformers "
+        "is installed) (default: both)"))
+    dtype: str = option("float32", choices=tuple(DTYPES),
+        help="dtype of the parameters; tolerances follow from it")
+
+    backend: str = option("auto", group="run and output", choices=("auto", "gloo", "nccl"),
+        help="nccl: GPUs; gloo: the CPU; auto: GPUs where there are some")
+    num_processes: int | None = option(None, metavar="N", check=positive, help=(
+        "ranks, unless torchrun sets them (default: one; with --use-fsdp or --use-tp one per GPU "
+        "or two on a CPU, with both at least four)"))
+    timeout: float = option(600.0, metavar="S", check=positive,
+        help="seconds without progress after which several ranks give up")
+    enable_profiling: bool = option(False, help=(
+        "also each mode's phases, in milliseconds, after the result: what "
+        "DP_CLIPPING_PROFILE=1 times in any private step (default: off, and nothing is timed)"))
+    verbose: bool = option(False, help=(
+        "also the norms that each rank has before and after ranks exchange them "
+        "(default: tables only)"))
+    remarks: tuple[str, ...] = ()
+# fmt: on
 
 
 def prepare(options: Options) -> tuple[Options, Hardware]:
