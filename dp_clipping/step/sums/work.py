@@ -357,9 +357,8 @@ class Work(ABC):
                 record, summand = left.pop()
                 records.append(record)
                 summands.append(summand)
-                size += SUM_BYTES * record.shape.numel()
-                for tensor in summand[1]:
-                    size += tensor.nbytes
+                # The sum, and as much for what its launch adds up; operands are there already.
+                size += 2 * SUM_BYTES * record.shape.numel()
                 if size > self._room:
                     self.pending = size
                     if not self._has_room():
