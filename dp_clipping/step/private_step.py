@@ -34,6 +34,7 @@ from dp_clipping.step.slots import make_slots
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
     apply_directly,
+    current_backward,
     flush_ready_nodes,
     gradients_at,
     transforms_run,
@@ -227,6 +228,8 @@ class PrivateStep:
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             total = losses.sum()
+            if total.requires_grad:
+                total.register_hook(self._note_backward)
             with capture.attached(self), guard, torch.set_grad_enabled(False):
                 with timer.phase("norm_pass"):
                     triggers = list(map(TRIGGER, capture.trained))
@@ -248,6 +251,10 @@ class PrivateStep:
         finally:
             vars(self).pop("take", None)
             work.forget()
+
+    def _note_backward(self, _: Tensor) -> None:
+        """Notes the backward that begins."""
+        self.work.backward = current_backward()
 
     def _sum(self, total: Tensor, randomness: RandomStates | None) -> None:
         """Forms the sums. `randomness`: of the first backward, if there is a second."""

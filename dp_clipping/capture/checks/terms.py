@@ -3,9 +3,10 @@
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dp_clipping.torch_compat import shape_at
+from dp_clipping.torch_compat import shape_at, will_run
 
 AFTER_NOISE = (
     "{names}: in the loss itself, where no gradient per sample is captured. If no sample is in "
@@ -26,6 +27,13 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
     """Returns the tensors without a graph of their own that a backward of the loss would reach."""
     found = {node.variable for node in _nodes(loss.grad_fn) if hasattr(node, "variable")}
     return found | ({loss} if loss.requires_grad and loss.is_leaf else set())
+
+
+def is_reached(leaf: Tensor) -> bool:
+    """Returns whether the backward under way comes to a leaf that it was not asked for."""
+    with torch.enable_grad():
+        view: Any = leaf.view_as(leaf)
+    return will_run(view.grad_fn.next_functions[0][0])
 
 
 def penalized(loss: Tensor, parameters: Collection[Tensor]) -> set[Tensor]:
