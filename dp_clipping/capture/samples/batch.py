@@ -103,6 +103,11 @@ class Batch:
         dim = 0 if self._batch_first else 1
         of_vectors, of_others = [], []
         for x in self.leaves:
+            if isinstance(x, Tensor) and x.is_nested:
+                raise ValueError(
+                    "forward got a nested tensor, in which a sample has no rows of its own: give "
+                    "the padded tensor, x.to_padded_tensor(0), and the lengths"
+                )
             if isinstance(x, Tensor) and x.dim() == 1:
                 of_vectors.append(x.shape[0])
             elif isinstance(x, Tensor) and x.dim():

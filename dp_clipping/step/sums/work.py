@@ -183,7 +183,8 @@ class Work(ABC):
             raise RuntimeError(
                 f"{records[0].name} was used more often in this step than in the "
                 "first one, so its norm would miss the cross terms: call "
-                "model.reset_batch_layouts() before a forward that differs"
+                "model.reset_batch_layouts() before a forward that differs; a loop in forward "
+                "must run equally often for all data"
             )
         if self.is_summing and self.taken.issuperset(records):
             return
