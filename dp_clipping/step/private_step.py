@@ -238,8 +238,8 @@ class PrivateStep:
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             total = losses.sum()
-            if total.requires_grad:
-                total.register_hook(self._note_backward)
+            if total.grad_fn is not None:  # whose own hooks take fewer calls than a tensor's
+                total.grad_fn.register_prehook(self._note_backward)
             with capture.attached(self), guard, torch.set_grad_enabled(False):
                 with timer.phase("norm_pass"):
                     triggers = list(map(TRIGGER, capture.trained))
@@ -262,7 +262,7 @@ class PrivateStep:
             vars(self).pop("take", None)
             work.forget()
 
-    def _note_backward(self, _: Tensor) -> None:
+    def _note_backward(self, _: Any) -> None:
         """Notes the backward that begins."""
         self.work.backward = current_backward()
 
