@@ -109,10 +109,7 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns the number of in-place changes of a tensor."""
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
-"""Returns the address of a GPU's current stream, in a tenth of the time of PyTorch's object.
-
-PyTorch for CPUs alone does not have it.
-"""
+"""Returns the address of a GPU's current stream, fast. PyTorch for CPUs alone does not have it."""
 
 set_to_zero: Callable[[list[Tensor]], None] = torch._foreach_zero_
 add_to_each: Callable[[list[Tensor], float], None] = torch._foreach_add_
@@ -165,6 +162,10 @@ def to_one_buffer_(
 
 # ---- autograd ------------------------------------------------------------------------------------
 
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""The number of the backward that runs in this thread, or -1; whether it calls a node."""
+
 
 def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns `function.apply` by one call, for where no transform of `torch.func` runs.
@@ -216,7 +217,7 @@ def gradients_in_modes(
 
 def is_in_backward() -> bool:
     """Returns whether autograd runs a backward in this thread now."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def is_passed_on(error: BaseException) -> bool:

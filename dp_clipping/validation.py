@@ -64,7 +64,7 @@ def check_module(module: nn.Module) -> None:
     problems = [
         f"{name or 'the module'} ({type(child).__name__}): {problem[0]}; {problem[1]}"
         for name, child in module.named_modules()
-        if (problem := problem_of(child))
+        if (problem := problem_of(child, module.training))
     ]
     if problems:
         raise ValueError("not trainable privately: " + " | ".join(problems))
@@ -88,8 +88,12 @@ def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
             )
 
 
-def problem_of(module: nn.Module) -> tuple[str, str] | None:
-    """Returns why this one module is refused, and what to do; None if it is not."""
+def problem_of(module: nn.Module, in_training: bool = True) -> tuple[str, str] | None:
+    """Returns why this one module is refused, and what to do; None if it is not.
+
+    Args:
+        in_training: the network is, so that a batch norm in evaluation will stay so.
+    """
     if refusal := getattr(module, "refuses_privacy", None):  # a variant of ddp may have it
         return refusal
     if isinstance(module, replicas()) and not hasattr(module, "gradient_ready"):
@@ -98,8 +102,8 @@ def problem_of(module: nn.Module) -> tuple[str, str] | None:
         )
     if isinstance(module, BATCH_NORM):
         fixed = not module.training and module.running_mean is not None
-        if fixed and not any(p.requires_grad for p in module.parameters()):
-            return None  # frozen in evaluation mode: fixed statistics mix nothing
+        if fixed and (in_training or not any(p.requires_grad for p in module.parameters())):
+            return None  # fixed statistics mix nothing
         return "normalises with statistics of the batch, which mix samples", "use nn.GroupNorm"
     if isinstance(module, INSTANCE_NORM) and module.track_running_stats:
         return "carries statistics of earlier samples", "set track_running_stats=False"

@@ -21,7 +21,13 @@ from dp_clipping.capture.compile_forecast import CompiledShapes, Forecaster
 from dp_clipping.capture.layout_search import Search
 from dp_clipping.capture.network import CapturedNetwork, gradients_of, plain_run
 from dp_clipping.capture.samples.bags import KnownBags
-from dp_clipping.capture.samples.batch import Batch, hold_objects, refuse_iterators, tensors_of
+from dp_clipping.capture.samples.batch import (
+    Batch,
+    Constants,
+    hold_objects,
+    refuse_iterators,
+    tensors_of,
+)
 from dp_clipping.capture.samples.padded import padded_samples
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
@@ -80,7 +86,7 @@ class LayoutDiscovery:
     def __init__(self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False):
         network, sharding = capture.network, capture.sharding
         self._capture, self._batch_first, self._sharding = capture, batch_first, sharding
-        self._bags = KnownBags(network)
+        self._bags, self.constants = KnownBags(network), Constants()
         if capture.state is None:
             capture.state = State(network, sharding is not None)
         self.carried = Carried(capture.state, self._forward_and_backward, self._batch)
@@ -103,7 +109,7 @@ class LayoutDiscovery:
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
         known = self._bags.of(args, kwargs)
-        batch = Batch(args, kwargs, self._batch_first, known or ())
+        batch = Batch(args, kwargs, self._batch_first, known or (), self.constants)
         if self._sharding is not None or known is not None:
             return batch
         if not batch.size:
@@ -114,7 +120,8 @@ class LayoutDiscovery:
 
     def _batch(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the arguments of a forward as a batch, with the bags that are known."""
-        return Batch(args, kwargs, self._batch_first, self._bags.of(args, kwargs) or ())
+        bags = self._bags.of(args, kwargs) or ()
+        return Batch(args, kwargs, self._batch_first, bags, self.constants)
 
     def ensure(self, batch: Batch) -> int | None:
         """Finds the samples unless they are known. All ranks of a sharded model call it together.

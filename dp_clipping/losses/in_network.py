@@ -34,6 +34,7 @@ from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.profiling.profile import NOTHING
 
 OF_BATCH = "num_items_in_batch"
+OF_LABELS = ("label", "target", "_positions", "future_values")  # in names of arguments
 OF_CLASSES = (F.cross_entropy, F.nll_loss)
 FUNCTIONS = (
     *OF_CLASSES, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
@@ -62,7 +63,7 @@ class LossInNetwork:
         """Returns a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
         has_labels = any(
-            isinstance(value, Tensor) and ("label" in name or name.endswith("_positions"))
+            isinstance(value, Tensor) and any(part in name for part in OF_LABELS)
             for name, value in kwargs.items()
         )
         return self._all_exchanged() if self._batch_first and has_labels else NOTHING
@@ -96,6 +97,9 @@ class LossInNetwork:
             found = outputs[0] if isinstance(outputs, tuple) and outputs else None
         size = 0 if step.is_empty else step.rows
         if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
+            step.has_own_loss = (
+                isinstance(found, Tensor) and found.requires_grad and not found.dim()
+            )
             return outputs
         step.look_at(found)
         loss = private(losses=found)

@@ -283,6 +283,8 @@ class ForwardBackward:
             self.drop()
             self.recover()
             raise
+        if samples and len(private_step.seen.leaves) > 1:
+            self._establishment.constants.note(private_step.seen)
         self._drop_pending()
 
     def _repacking(self) -> AbstractContextManager:

@@ -22,7 +22,8 @@ from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import flush_ready_nodes, is_passed_on
 
 OF_ANY_SIZE = (
-    "let it take any number of samples, as x.view(len(x), -1) does and x.view(64, -1) does not"
+    "let it take any number of samples, as x.view(len(x), -1) does and x.view(64, -1) does not; a "
+    "tensor without a row for each sample, as a mask [T, T], is made in forward, or is a buffer"
 )
 JOINED = (
     "row i of each tensor must be of sample i, and a number in it must not be that of another row, "

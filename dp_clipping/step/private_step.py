@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized
+from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized, warn_of_others
+from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.kernels.launch import tiles
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
@@ -34,6 +35,7 @@ from dp_clipping.step.slots import make_slots
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.torch_compat import (
     apply_directly,
+    current_backward,
     flush_ready_nodes,
     gradients_at,
     transforms_run,
@@ -52,6 +54,12 @@ OF_SOMETHING_ELSE = (
     "backward() on what the criterion from make_private returns, once for each forward (samples of "
     "one batch may be concatenated); in place of loss = model(**batch).loss, "
     "loss = criterion(model(**batch).logits, labels)"
+)
+OF_OWN_LOSS = (
+    "the network's own loss is reduced over the batch, and samples cannot be told apart in it: "
+    "loss = criterion(model(**batch).logits, labels); if it is another loss, "
+    "make_private(criterion=f) with an f that returns one value per sample, of the outputs that it "
+    "needs and the targets: out = model(**batch); loss = criterion((out.logits, out.mask), targets)"
 )
 OF_SEVERAL = (
     "the loss is of several forwards of the private model, and a step has one: give make_private a "
@@ -86,6 +94,7 @@ class PrivateStep:
         leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
 
     Other attributes:
+        has_own_loss: its outputs have a `loss` of one number, which is not the criterion's.
         is_empty: the batch has no sample; its one row is padding.
         seen: the samples of the forward, a `Batch`.
         watched: the outputs, if the losses are to be checked.
@@ -111,7 +120,7 @@ class PrivateStep:
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
         self.slices: Sequence[Slice | None] = ()
-        self._is_in_forward = True
+        self._is_in_forward, self.has_own_loss = True, False
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Joint, Tensor] = {}
         self.slots = make_slots(self)
@@ -129,6 +138,7 @@ class PrivateStep:
         """
         if self.watched is not None:
             self.watched.check_graph(losses)
+            warn_of_others(losses, tensors_of(self.watched.outputs), self.capture.names)
         for lengths in self.lengths:
             lengths.note(losses)
             self.checks.append(partial(lengths.check, loss_of))
@@ -185,7 +195,8 @@ class PrivateStep:
             raise RuntimeError(f"{name}: {IN_FORWARD}")
         if self.capture.attached_step not in (None, self):  # whose backward runs
             raise RuntimeError(f"{name}: {OF_SEVERAL}")
-        raise RuntimeError(THROUGH if self.is_through else f"{name}: {OF_SOMETHING_ELSE}")
+        of = OF_OWN_LOSS if self.has_own_loss else OF_SOMETHING_ELSE
+        raise RuntimeError(THROUGH if self.is_through else f"{name}: {of}")
 
     def counted(self, weights: frozenset[Trainable], count: Tensor, used: int) -> None:
         """Takes how often compiled code has used weights, in all [1]; called before their G.
@@ -227,6 +238,8 @@ class PrivateStep:
             work.begin(losses, clip_norms, hand_over)
             randomness = RandomStates(device=device, only_torch=True) if work.runs_twice else None
             total = losses.sum()
+            if total.grad_fn is not None:  # whose own hooks take fewer calls than a tensor's
+                total.grad_fn.register_prehook(self._note_backward)
             with capture.attached(self), guard, torch.set_grad_enabled(False):
                 with timer.phase("norm_pass"):
                     triggers = list(map(TRIGGER, capture.trained))
@@ -248,6 +261,10 @@ class PrivateStep:
         finally:
             vars(self).pop("take", None)
             work.forget()
+
+    def _note_backward(self, _: Any) -> None:
+        """Notes the backward that begins."""
+        self.work.backward = current_backward()
 
     def _sum(self, total: Tensor, randomness: RandomStates | None) -> None:
         """Forms the sums. `randomness`: of the first backward, if there is a second."""

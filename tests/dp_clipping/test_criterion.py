@@ -143,6 +143,42 @@ def labelled(size, classes=2):
     return torch.randn(size, 3), torch.arange(1, size + 1) % classes
 
 
+HEAD = nn.Linear(engine.CLASSES, engine.CLASSES)
+
+
+class Behind(nn.Module):
+    """A criterion with parameters."""
+
+    def __init__(self, trains):
+        super().__init__()
+        self.head = deepcopy(HEAD).requires_grad_(trains)
+
+    def forward(self, outputs, labels):
+        return F.cross_entropy(self.head(outputs), labels, reduction="none")
+
+
+WITH_PARAMETERS = {
+    "criterion": (lambda: Behind(True), lambda model, x: model(x)),
+    "function": (lambda: Behind(True).forward, lambda model, x: model(x)),
+    "behind": (nn.CrossEntropyLoss, lambda model, x: HEAD(model(x))),
+}
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_parameters_that_get_no_gradient_are_told(name):
+    criterion, outputs = WITH_PARAMETERS[name]
+    run = engine.build(criterion=criterion())
+    x, y = next(iter(run.loader))
+    with pytest.warns(UserWarning, match=r"\(3, 3\), \(3,\).*no gradient: let the module"):
+        run.criterion(outputs(run.model, x), y).backward()
+
+
+def test_frozen_ones_are_not(recwarn):
+    run = engine.build(criterion=Behind(False))
+    loss_of(run, next(iter(run.loader)))[0].backward()
+    assert not [w for w in recwarn if "no gradient" in str(w.message)]
+
+
 def test_class_weights_of_as_many_classes_as_samples_may_be_given_if_shapes_have_told(model):
     criterion, weight = PrivateCriterion(model, weighted, "mean"), torch.tensor([0.5, 2.0])
     for size in (3, 2, 4, 2):

@@ -138,9 +138,31 @@ class Critic(Energy):
         return torch.cat([self.energy(x), slope + other], 1)
 
 
+class FixedPoint(Energy):
+    """An implicit layer: backward solves for the gradient at z = f(z), by gradients of f."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = self.step(x, torch.zeros(len(x), 16))
+        z = self.step(x, z)
+        before = z.detach().requires_grad_(True)
+        again = self.step(x, before)
+
+        def solve(gradient):
+            (further,) = torch.autograd.grad(again, before, gradient, retain_graph=True)
+            return gradient + further
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return torch.cat([self.second(z), x], 1)
+
+    def step(self, x, z):
+        return torch.tanh(self.first(x + z[:, :WIDTH]))
+
+
 NETWORKS = (
     Energy, Jacobian, Dual, Constant, Norms, Tied, Checkpointed, WithinCheckpoint, Recurrent,
-    OneByOne, Critic,
+    OneByOne, Critic, FixedPoint,
 )  # fmt: skip
 
 

@@ -353,6 +353,13 @@ class Frames(nn.Module):
         return self.film(pictures.transpose(1, 2)).flatten(2)
 
 
+class FixedBatchNorm(nn.BatchNorm2d):
+    """A batch norm that stays in evaluation, with statistics of earlier data."""
+
+    def train(self, mode: bool = True) -> "FixedBatchNorm":
+        return super().train(False)
+
+
 def _wide() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(4, 16, 3, padding=1),
@@ -469,6 +476,9 @@ CASES: tuple[Case, ...] = (
     _on_images("wide", _wide),
     _on_images("frames", Frames),
     _on_images("group_norm", lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.GroupNorm(4, 8))),
+    _on_images(
+        "fixed_batch_norm", lambda: nn.Sequential(nn.Conv2d(4, 8, 1), FixedBatchNorm(8).train())
+    ),
     # Parameters that no module of a common type owns, or that are read outside their module
     _odd(
         "multihead_attention",

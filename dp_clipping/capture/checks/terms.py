@@ -1,11 +1,14 @@
 """Finds what a loss is made of, in its autograd graph."""
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from dp_clipping.torch_compat import shape_at
+from dp_clipping.torch_compat import shape_at, will_run
 
 AFTER_NOISE = (
     "{names}: in the loss itself, where no gradient per sample is captured. If no sample is in "
@@ -19,13 +22,37 @@ THROUGH = (
     "nn.BCEWithLogitsLoss()(model(generator(z)), y).backward(), and model.requires_grad_(True) "
     "after that"
 )
+NOT_OWN = (
+    "the loss uses parameters of shapes {shapes} that are not the private network's, in the "
+    "criterion or behind the network, and they get no gradient: let the module that make_private "
+    "gets own and use them, or freeze them, requires_grad_(False)"
+)
 SUMS = ("AddBackward", "SubBackward", "RsubBackward")
 
 
-def leaves_of(loss: Tensor) -> set[Tensor]:
-    """Returns the tensors without a graph of their own that a backward of the loss would reach."""
-    found = {node.variable for node in _nodes(loss.grad_fn) if hasattr(node, "variable")}
+def leaves_of(loss: Tensor, ends: Iterable[Tensor] = ()) -> set[Tensor]:
+    """Returns the tensors without a graph of their own that a backward of the loss would reach.
+
+    It does not look behind `ends`.
+    """
+    nodes = _nodes(loss.grad_fn, [y.grad_fn for y in ends])
+    found = {node.variable for node in nodes if hasattr(node, "variable")}
     return found | ({loss} if loss.requires_grad and loss.is_leaf else set())
+
+
+def warn_of_others(losses: Tensor, outputs: Iterable[Tensor], own: Collection[Tensor]) -> None:
+    """Warns of parameters between outputs and losses that are not the network's own."""
+    others = [p for p in leaves_of(losses, outputs) if isinstance(p, Parameter) and p not in own]
+    if others:
+        shapes = sorted(str(tuple(p.shape)) for p in others)
+        warnings.warn(NOT_OWN.format(shapes=", ".join(shapes[:3])), stacklevel=2)
+
+
+def is_reached(leaf: Tensor) -> bool:
+    """Returns whether the backward under way comes to a leaf that it was not asked for."""
+    with torch.enable_grad():
+        view: Any = leaf.view_as(leaf)
+    return will_run(view.grad_fn.next_functions[0][0])
 
 
 def penalized(loss: Tensor, parameters: Collection[Tensor]) -> set[Tensor]:
@@ -44,9 +71,9 @@ def penalized(loss: Tensor, parameters: Collection[Tensor]) -> set[Tensor]:
     return found
 
 
-def _nodes(root: Any) -> list[Any]:
-    """Returns the nodes of an autograd graph."""
-    seen, found, nodes = {None}, [root], []
+def _nodes(root: Any, ends: Iterable[Any] = ()) -> list[Any]:
+    """Returns the nodes of an autograd graph that are before some of them."""
+    seen, found, nodes = {None, *ends}, [root], []
     while found:
         node = found.pop()
         if node not in seen:

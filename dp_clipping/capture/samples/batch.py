@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -76,6 +76,35 @@ def refuse_iterators(name: str, *trees: Any) -> None:
             )
 
 
+class Constants:
+    """Remembers arguments of a network without a row for each sample, as a mask [T, T] may be one.
+
+    One that had T rows in a batch of another size has none for the samples of a batch of T either.
+
+    Attributes:
+        seen: a leaf -> its rows in such batches.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[Hashable, set[int]] = {}
+
+    def note(self, batch: "Batch") -> None:
+        """Remembers those of a batch whose losses were one for each sample."""
+        for n, x in enumerate(batch.leaves if not batch.bags else ()):
+            rows = batch.rows_of(x)
+            if rows not in (None, 0, 1, batch.size):
+                seen = self.seen.setdefault(batch.key(n), set())
+                if len(seen) < LOOKED_AT:
+                    seen.add(rows)
+
+    def of(self, batch: "Batch") -> frozenset[int]:
+        """Returns the numbers of leaves that are such ones."""
+        leaves = enumerate(batch.leaves)
+        return frozenset(
+            [n for n, x in leaves if batch.rows_of(x) in self.seen.get(batch.key(n), ())]
+        )
+
+
 class Batch:
     """The arguments of one forward, with the number of its samples.
 
@@ -83,16 +112,21 @@ class Batch:
         args, kwargs: as the network gets them; tensors anywhere in them.
         batch_first: dimension 0 of tensors counts the samples, else dimension 1.
         bags: those of their leaves whose samples lie one after another (`bags.KnownBags`).
+        constants: remembers leaves of earlier batches without a row for each sample.
 
     Attributes:
         size: number of samples.
         leaves: the leaves of the arguments.
     """
 
-    def __init__(self, args: tuple, kwargs: dict, batch_first: bool, bags: Sequence[Bags] = ()):
+    def __init__(
+        self, args: tuple, kwargs: dict, batch_first: bool, bags: Sequence[Bags] = (),
+        constants: "Constants | None" = None,
+    ):  # fmt: skip
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
-        self.bags = tuple(bags)
+        self.bags, self._constants = tuple(bags), constants
         self.leaves, self._structure = tree_flatten((args, kwargs))
+        self._constant = constants.of(self) if constants and constants.seen else frozenset[int]()
         self.size = self._size_of_bags() if bags else self._size()
 
     def _size(self) -> int:
@@ -102,7 +136,14 @@ class Batch:
         """
         dim = 0 if self._batch_first else 1
         of_vectors, of_others = [], []
-        for x in self.leaves:
+        for n, x in enumerate(self.leaves):
+            if n in self._constant:
+                continue
+            if isinstance(x, Tensor) and x.is_nested:
+                raise ValueError(
+                    "forward got a nested tensor, in which a sample has no rows of its own: give "
+                    "the padded tensor, x.to_padded_tensor(0), and the lengths"
+                )
             if isinstance(x, Tensor) and x.dim() == 1:
                 of_vectors.append(x.shape[0])
             elif isinstance(x, Tensor) and x.dim():
@@ -145,12 +186,20 @@ class Batch:
         """
         bags = {n: x for one in self.bags for n, x in one.opened(self.leaves).items()}
         return [
-            (bags[n], 0) if n in bags else (x, self._dim(x) if self._has_samples(x) else None)
+            (bags[n], 0) if n in bags else (x, self._dim(x) if self._has_samples(n, x) else None)
             for n, x in enumerate(self.leaves)
         ]
 
-    def _has_samples(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[self._dim(x)] == self.size
+    def rows_of(self, x: Any) -> int | None:
+        """Returns the rows of an argument; None of what has none."""
+        return x.shape[self._dim(x)] if isinstance(x, Tensor) and x.dim() else None
+
+    def key(self, number: int) -> Hashable:
+        """Returns what identifies a leaf among those of other batches."""
+        return self._structure, number
+
+    def _has_samples(self, number: int, x: Any) -> bool:
+        return number not in self._constant and self.rows_of(x) == self.size
 
     def _map(self, change: Callable[[Tensor, int], Tensor]) -> tuple[tuple, dict]:
         """Returns the arguments with every tensor that has the samples changed.
@@ -190,7 +239,7 @@ class Batch:
                 return x
             return x * factors.to(x).view(-1, *[1] * (x.dim() - 1 - dim))
 
-        return Batch(*self._map(larger), self._batch_first, self.bags)
+        return Batch(*self._map(larger), self._batch_first, self.bags, self._constants)
 
     def rows(self) -> list[tuple[Tensor, int]]:
         """Returns each tensor with a row for each sample, and the dimension that counts them."""
@@ -199,8 +248,8 @@ class Batch:
     def rows_beside_bags(self) -> list[tuple[Tensor, int]]:
         """Returns the same of the tensors that are in no bag, as they were given."""
         in_bags = set().union(*[one.leaves for one in self.bags])
-        beside = [x for n, x in enumerate(self.leaves) if n not in in_bags]
-        return [(x, self._dim(x)) for x in beside if self._has_samples(x)]
+        beside = [(n, x) for n, x in enumerate(self.leaves) if n not in in_bags]
+        return [(x, self._dim(x)) for n, x in beside if self._has_samples(n, x)]
 
     @property
     def has_floats(self) -> bool:
@@ -227,7 +276,7 @@ class Batch:
     def first(self, count: int) -> "Batch":
         """Returns the first samples, as views where they are not in bags."""
         changed = self._map(lambda x, dim: x.narrow(dim, 0, count))
-        return Batch(*changed, self._batch_first, self.bags)
+        return Batch(*changed, self._batch_first, self.bags, self._constants)
 
     def with_a_row_of_zeros(self) -> tuple[tuple, dict]:
         """Returns arguments of one sample of zeros: many networks cannot run on an empty batch.

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dp_clipping.capture.checks.terms import is_reached
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.layers.recorder import (
     DENSE,
@@ -36,7 +37,7 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.layer_plans import PlainPlans
 from dp_clipping.step.sums.step_norms import StepNorms
 from dp_clipping.step.sums.sync_points import SyncPoints
-from dp_clipping.torch_compat import allocated, current_stream, version_of
+from dp_clipping.torch_compat import allocated, current_backward, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
 
 PENDING_BYTES = 1 << 28  # of what waits for a common launch, in any case,
@@ -110,6 +111,7 @@ class Work(ABC):
         self.versions.forget()
         self._uses.forget()
         self._accumulate: Accumulate = lambda sums: None
+        self.backward = -1  # the number of the one under way, within which others may run
         self._stream: int | None = None  # that layers run on, if launches read what several leave
         self._least = PENDING_BYTES  # that may wait in any case
         self._reset()
@@ -175,11 +177,14 @@ class Work(ABC):
         Raises:
             RuntimeError: the norm would miss something.
         """
+        if current_backward() != self.backward and not is_reached(records[0].trigger):
+            return  # it is of a gradient by other tensors, which is taken within the backward
         if not self.seen.isdisjoint(records):
             raise RuntimeError(
                 f"{records[0].name} was used more often in this step than in the "
                 "first one, so its norm would miss the cross terms: call "
-                "model.reset_batch_layouts() before a forward that differs"
+                "model.reset_batch_layouts() before a forward that differs; a loop in forward "
+                "must run equally often for all data"
             )
         if self.is_summing and self.taken.issuperset(records):
             return

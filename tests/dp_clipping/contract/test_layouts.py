@@ -57,3 +57,30 @@ def test_an_empty_batch_with_the_batch_in_dimension_1(tokens):
     model = private(nn.Sequential(nn.Linear(4, 3)), batch_first=False)
     assert model(torch.randn(tokens, 4, 4)).shape == (tokens, 4, 3)
     assert model(torch.randn(tokens, 0, 4)).shape == (tokens, 0, 3)
+
+
+class WithMask(nn.Module):
+    """Attention in which a mask [T, T], an argument, says which token sees which."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(7, 4), nn.Linear(4, 2)
+
+    def forward(self, ids, mask):
+        x = self.words(ids)
+        return self.last(torch.where(mask, x @ x.mT, -9.0).softmax(-1) @ x).mean(1)
+
+
+def test_an_argument_that_has_as_many_rows_as_the_batch_by_chance():
+    """It has had them in a batch of another size, so they are not of samples."""
+    model = private(zoo.seeded(WithMask), max_grad_norm=1e6)
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(reduction="sum"), "sum")
+    mask = torch.ones(3, 3).tril().bool()
+    labels, sums = torch.tensor([0, 1, 1, 0]), []
+    for ids in (torch.cat([IDS, IDS[:1]]), IDS):
+        model.zero_grad()
+        criterion(model(ids, mask), labels[: len(ids)]).backward()
+        sums.append({n: p.grad.clone() for n, p in model.network.named_parameters()})
+    network = zoo.seeded(WithMask)
+    nn.CrossEntropyLoss(reduction="sum")(network(IDS, mask), labels[:3]).backward()
+    assert_close(sums[1], {n: p.grad for n, p in network.named_parameters()}, 1e-5)

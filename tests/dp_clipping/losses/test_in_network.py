@@ -94,6 +94,24 @@ def test_any_network_that_is_given_labels(form):
     assert model.linear.weight.grad is not None
 
 
+class Forecast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, **targets):
+        (y,) = targets.values()
+        return {"loss": F.mse_loss(self.linear(x), y)}
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+@pytest.mark.parametrize("name", ["future_values", "target_values"])
+def test_labels_by_other_names(name):
+    model, _ = made_private(Forecast())
+    model(torch.randn(4, 3), **{name: torch.randn(4, 2)})["loss"].backward()
+    assert model.linear.weight.grad is not None
+
+
 class OfEachSample(nn.Module):
     """Its code runs for each sample: under `torch.vmap`, or one after another."""
 
@@ -153,6 +171,41 @@ def test_a_loss_of_other_arithmetic_says_which_call_works():
     loss = model(**LABELLED).loss
     with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)"):
         loss.backward()
+
+
+class Masked(nn.Module):
+    """Predicts what is masked, and reduces its loss by arithmetic of its own, without labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        mask = (x > 0).float()
+        logits = self.linear(x * (1 - mask))
+        loss = ((logits - x).square() * mask).sum() / mask.sum()
+        return SimpleNamespace(loss=loss, logits=logits, mask=mask)
+
+
+def of_masked(outputs, x):
+    logits, mask = outputs
+    return ((logits - x).square() * mask).sum(1) / mask.sum(1).clamp_min(1)
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+def test_a_loss_without_labels_says_which_call_works():
+    run = on_any_batches(
+        module=Masked(), criterion=of_masked, batch_size=4, noise_multiplier=0.0,
+        grad_sample_mode="bookkeeping",
+    )  # fmt: skip
+    x = torch.randn(4, 3)
+    with pytest.raises(
+        RuntimeError, match=r"loss = criterion\(\(out\.logits, out\.mask\), targets"
+    ):
+        run.model(x).loss.backward()
+    out = run.model(x)
+    run.criterion((out.logits, out.mask), x).backward()
+    assert len(run.model.per_sample_gradient_norms) == 4
 
 
 # ---- where functions of torch are not looked at --------------------------------------------------

@@ -231,7 +231,6 @@ def frozen(layer: nn.Module) -> nn.Module:
 FIXED = {"track_running_stats": False}
 REFUSED_LAYERS: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("batch norm", lambda: nn.BatchNorm1d(4), r"0 \(BatchNorm1d\).*use nn.GroupNorm"),
-    ("batch norm in evaluation", lambda: nn.BatchNorm1d(4).eval(), "use nn.GroupNorm"),
     ("no running statistics", lambda: frozen(nn.BatchNorm1d(4, **FIXED)), "use nn.GroupNorm"),
     ("SyncBatchNorm", lambda: nn.SyncBatchNorm(4), "use nn.GroupNorm"),
     ("instance norm", lambda: nn.InstanceNorm1d(4, track_running_stats=True),
@@ -262,6 +261,9 @@ LENGTHS = torch.tensor([3, 6, 1, 4])
 LAYERS: list[Row] = [
     *((name, lambda make=make: validate(make()), ValueError, message)
       for name, make, message in REFUSED_LAYERS),
+    ("batch norm of a network in evaluation",
+     lambda: PrivacyEngine.validate(module=nn.Sequential(nn.BatchNorm1d(4)).eval()), ValueError,
+     "use nn.GroupNorm"),
     ("a weight of a hook", lambda: PrivacyEngine.validate(module=Dropped()), ValueError,
      r"something else than nn\.LSTM"),
     ("packed to the longest", lambda: model_of(recurrent(longest))(torch.randn(4, 6, 4), LENGTHS),

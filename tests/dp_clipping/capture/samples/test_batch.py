@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import Batch, Constants, map_tensors, tensors_of
 
 
 @dataclass
@@ -82,3 +82,20 @@ def test_an_empty_batch_has_a_row_that_goes_again():
     lengths = Batch((torch.ones(0, 2), torch.zeros(0, dtype=torch.long)), {}, True)
     assert lengths.with_a_row_of_zeros()[0][1].tolist() == [1]  # no sequence has none
     assert batch.without_rows({"y": torch.ones(1, 5)})["y"].shape == (0, 5)
+
+
+def test_rows_of_a_batch_of_another_size_are_of_no_sample():
+    constants, table = Constants(), torch.ones(3, 2)
+
+    def found(size, *others, **named):
+        return Batch((torch.ones(size, 2), *others), named, True, constants=constants)
+
+    assert len(found(3, table).rows()) == 2
+    constants.note(found(3, table))
+    constants.note(found(5, torch.ones(1, 2), torch.ones(5, 2)))
+    assert len(found(3, table).rows()) == 2
+    constants.note(found(5, table))
+    assert len(found(3, table).rows()) == 1
+    assert found(2, table).size == 2  # it is not the largest one either
+    assert len(found(3, named=table).rows()) == 2  # another argument
+    assert len(found(5, torch.ones(5, 2)).rows()) == 2
