@@ -113,7 +113,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 set_to_zero: Callable[[list[Tensor]], None] = torch._foreach_zero_
 add_to_each: Callable[[list[Tensor], float], None] = torch._foreach_add_
-"""Sets all numbers of some tensors to zero, by few kernels."""
+"""Sets all numbers of some tensors to zero, or adds a number to them, by few kernels."""
 
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms_norm
 """Returns (y, rstd) of (x, shape, weight or None, eps), on CUDA."""
@@ -121,8 +121,7 @@ fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms
 fused_rms_norm_backward: Callable[..., Any] = torch.ops.aten._fused_rms_norm_backward
 """Returns the gradients of x and weight, of (gy, x, shape, rstd, weight, which are wanted)."""
 
-spin: Callable[[int], None] = torch.cuda._sleep
-"""Keeps the current CUDA stream busy for a number of cycles."""
+spin: Callable[[int], None] = torch.cuda._sleep  # keeps the stream busy for so many cycles
 
 transforms_run: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Returns whether code runs under `torch.vmap` or another transform of `torch.func`."""

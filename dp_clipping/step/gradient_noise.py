@@ -120,11 +120,13 @@ class GradientNoise:
             divisor=settings.expected_batch_size if settings.loss_reduction == "mean" else 1.0,
             **fused,
         )  # fmt: skip
-        updated = {p for p, one in zip(owners, fused.get("updates", ()), strict=False) if one}
-        increment_version(updated)
-        buffer.drop(updated)
         of_all = zip(owners, totals, noisy, strict=True)
-        others = [(p, x, y) for p, x, y in of_all if x is not y and p not in updated]
+        others = [(p, total, found) for p, total, found in of_all if found is not total]
+        if fused:
+            updated = {p for p, one in zip(owners, fused["updates"], strict=True) if one}
+            increment_version(updated)
+            buffer.drop(updated)
+            others = [one for one in others if one[0] not in updated]
         if pieces is None:
             buffer.apply([(p, found) for p, _, found in others])
         else:
