@@ -35,6 +35,7 @@ LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
 HISTORY = "tests/dp_clipping/accounting/test_history.py"
 CONTRIBUTIONS = "tests/dp_clipping/verification/test_contributions.py"
 MECHANISMS = "tests/dp_clipping/noise/test_mechanisms.py"
+FUSED = "tests/dp_clipping/noise/test_fused_update.py"
 CORRELATED = "tests/dp_clipping/noise/test_correlated.py"
 ARGUMENTS = "tests/dp_clipping/misuse/test_arguments.py"
 CORRELATED_RUN = "tests/dp_clipping/test_correlated_noise.py"
@@ -476,6 +477,18 @@ ROWS = [
     ("the kernel leaves out an earlier step", "noise/registers.py",
      "for i in range(n_earlier):", "for i in range(1, n_earlier):",
      "tests/dp_clipping/noise/test_kernel.py", "earlier"),
+    # ---- the optimizer's step in the noise's kernel
+    ("fused steps are not counted", "noise/fused_update.py", "        add_to_each(steps, 1)\n",
+     "        pass\n", FUSED, "rules"),
+    ("fused AdamW decays by the gradient", "noise/registers.py",
+     'if RULE == "adamw":\n            w -=', 'if RULE == "other":\n            w -=', FUSED,
+     "rules"),
+    ("a fused part of a parameter has the first states", "noise/fused_update.py",
+     "x.data_ptr() + start * x.element_size()", "x.data_ptr()", FUSED, "rules"),
+    ("a fused step leaves its sum", "step/gradient_noise.py",
+     "            buffer.drop(updated)\n", "", FUSED, "runs"),
+    ("a fused step is not counted by autograd", "step/gradient_noise.py",
+     "            increment_version(updated)\n", "", FUSED, "runs"),
     ("weights are those of another series", "noise/correlated.py",
      "(j - 1.5) / j)", "(j - 1.5) / (j + 1))", CORRELATED),
     ("a unit is in one step of all epochs", "noise/correlated.py",
