@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import Span
@@ -160,7 +161,34 @@ def train(run, steps: int) -> list[Tensor]:
     raise AssertionError
 
 
-BODIES = [check_rules, check_runs]
+def halve(optimizer, *_) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        for p in group["params"]:
+            p.grad *= 0.5
+
+
+def check_hooks(device: str) -> None:
+    """Hooks before the step see the noisy gradient, and what they change is applied."""
+    runs = [private_run(device, fused) for fused in (True, False)]
+    for run in runs:
+        train(run, 2)
+        assert not run.optimizer.has_step_hooks()
+    registers = (
+        lambda run: run.optimizer.register_step_pre_hook(halve),
+        lambda run: register_optimizer_step_pre_hook(halve),
+    )
+    for register in registers:
+        found = []
+        for run in runs:
+            with register(run):
+                found.append(train(run, run.optimizer.steps + 1))
+                assert run.optimizer.has_step_hooks()
+        close(*found, "hooks")
+        assert not runs[0].optimizer.has_step_hooks()
+
+
+BODIES = [check_rules, check_runs, check_hooks]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
@@ -189,6 +217,24 @@ def test_parameters_without_a_kernel_are_left_to_the_optimizer():
         assert [u is not None for u in updates_of(optimizer, own, sums)] == [False, False, True]
         optimizer.param_groups[0]["maximize"] = True
         assert updates_of(optimizer, own, sums) == [None] * 3
+
+
+@pytest.mark.parametrize(("changes", "is_read"), [
+    ({}, True),
+    ({"exp_avg": torch.zeros(4)}, False),  # as of another network
+    ({"step": torch.zeros((), dtype=torch.float64)}, False),  # as of capturable=True
+])  # fmt: skip
+def test_states_that_the_kernel_would_misread_are_left_to_the_optimizer(changes, is_read):
+    own = [nn.Parameter(torch.ones(3))]
+    optimizer = AdamW(own, lr=0.1)
+    state = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.zeros(())}
+    optimizer.state[own[0]] = state | changes
+    with (
+        patch.object(kernel, "serves", lambda total: True),
+        patch.object(Tensor, "is_cuda", property(lambda x: x.dtype == torch.float64)),
+    ):
+        (update,) = updates_of(optimizer, own, [torch.zeros(3)])
+    assert (update is not None) == is_read
 
 
 def test_pre_step_has_no_gradient_to_show():
