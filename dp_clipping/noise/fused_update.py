@@ -120,7 +120,10 @@ def _is_served(
         and weight.dtype.itemsize <= total.dtype.itemsize
         and all(x.is_contiguous() and x.dtype == weight.dtype for x in (weight, *states))
         and not any(
-            isinstance(x, Tensor) and x.is_cuda and x.dtype != torch.float32 for x in numbers
+            isinstance(x, Tensor)
+            and x.is_cuda
+            and (x.dtype, x.device) != (torch.float32, total.device)
+            for x in numbers
         )
     )
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import Span
 from dp_clipping.noise import fused_update, kernel
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.fused_update import refuse, updates_of
 from dp_clipping.noise.gaussian import NoiseStream
@@ -235,6 +236,34 @@ def test_states_that_the_kernel_would_misread_are_left_to_the_optimizer(changes,
     ):
         (update,) = updates_of(optimizer, own, [torch.zeros(3)])
     assert (update is not None) == is_read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_has_its_own_norms_without_zero_grad(fused, dtype):
+    """`.grad` is None, by the fused step or by hand: norms of the step before count in none."""
+    shown: list[dict] = []
+    limits = []
+    for zero_grad in (True, False):
+        threshold = AdaptiveThreshold(0.5, expected_batch_size=6.0, count_std=4.0)
+        run = engine.on_any_batches(
+            module=engine.network().to(dtype), adaptive_threshold=threshold, fused_step=fused,
+            noise_generator=engine.fixed(),
+        )  # fmt: skip
+        run.engine.on_step(shown.append, unprotected=["loss", "samples"])
+        for _ in range(3):
+            x, y = engine.data()[:5]
+            engine.backward(run, (x.to(dtype), y))
+            run.optimizer.step()
+            for p in () if fused else run.network.parameters():
+                p.grad = None
+            if zero_grad:
+                run.optimizer.zero_grad()
+        limits.append(run.optimizer.max_grad_norm)
+    assert limits[0] == limits[1] != 0.5
+    assert [one["unprotected"] for one in shown[:3]] == [one["unprotected"] for one in shown[3:]]
+    assert run.optimizer.steps == 3
+    assert run.model.norm_statistics().samples == 5
 
 
 def test_pre_step_has_no_gradient_to_show():
