@@ -364,7 +364,10 @@ class _Captured:
 
 
 def _value(x: Any) -> Any:
-    return ("tensor", x.data_ptr()) if isinstance(x, Tensor) else x
+    """Returns what a graph has of a hyperparameter: an address on the GPU, or the number."""
+    if not isinstance(x, Tensor):
+        return x
+    return ("tensor", x.data_ptr()) if x.is_cuda else x.tolist()
 
 
 def _alike(given: Any, static: Any) -> bool:

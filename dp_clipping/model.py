@@ -351,10 +351,11 @@ class PrivateModel(nn.Module):
 
     def private_backward(self, private_step: PrivateStep, losses: Tensor) -> None:
         """Runs the private backward; see `ForwardBackward.backward`."""
-        if self.step_state.keeps_losses and not private_step.is_empty:
-            self.step_state.losses.append(loss_and_count(private_step, losses))
+        is_kept = self.step_state.keeps_losses and not private_step.is_empty
+        kept = [loss_and_count(private_step, losses)] if is_kept else []
         limits, sync = self.thresholds.clip_norms, self._sync_context()
         self.passes.backward(private_step, losses, limits, sync)
+        self.step_state.losses += kept
 
     def finish_synchronization(self) -> None:
         """Blocks until each `.grad` is (this rank's shard of) the sum over all ranks.

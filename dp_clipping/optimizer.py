@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -17,6 +18,7 @@ from dp_clipping.profiling.profile import Timer
 from dp_clipping.sampling.loader import PREPARED
 from dp_clipping.step.fixed_settings import FixedSettings
 from dp_clipping.step.gradient_noise import GradientNoise
+from dp_clipping.torch_compat import common_step_hooks, step_hooks
 
 Hook = Callable[["PrivateOptimizer"], None]
 STEPS = "private_steps"  # in the optimizer's state: steps that it has seen
@@ -292,7 +294,8 @@ class PrivateOptimizer(Optimizer):
         with self._timer.part("noise", is_labelled=False):
             number = self.count()
             if self.model.policy is not None:
-                self.noise.add(number)
+                is_fused = self.noise.fused_with is not None and not self.has_step_hooks()
+                self.noise.add(number, is_fused)
             self.step_state.add_noise()
 
     def refuse(self) -> None:
@@ -321,18 +324,13 @@ class PrivateOptimizer(Optimizer):
 
     def _guard(self, optimizer: Optimizer) -> None:
         """Refuses a step of the wrapped optimizer itself, which would apply sums without noise."""
-        me = weakref.ref(self)
-
-        def refuse(*_: Any) -> None:
-            owner = me()
-            if owner is not None and owner.step_state.is_open:
-                raise RuntimeError(
-                    "step() of the optimizer that make_private was given would apply clipped sums "
-                    "without noise: call step() of the one that make_private returned"
-                )
-
-        handle = optimizer.register_step_pre_hook(refuse)
+        handle = optimizer.register_step_pre_hook(partial(_refuse_sums, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
+
+    def has_step_hooks(self) -> bool:
+        """Returns whether hooks before the wrapped optimizer's step are to see noisy gradients."""
+        hooks = (*common_step_hooks.values(), *step_hooks(self.original_optimizer).values())
+        return any(getattr(hook, "func", None) is not _refuse_sums for hook in hooks)
 
     def count(self) -> int:
         """Counts the step in hooks, account and state; returns its number."""
@@ -371,3 +369,13 @@ class PrivateOptimizer(Optimizer):
         """Continues at a step boundary: the next noise is that of step number `steps`."""
         self.noise.key, self._loaded_steps = noise_key, 0
         self.step_state.resume(steps)
+
+
+def _refuse_sums(private: Callable[[], PrivateOptimizer | None], *_: Any) -> None:
+    """Raises RuntimeError, as a hook of the wrapped optimizer, where `.grad` has no noise yet."""
+    owner = private()
+    if owner is not None and owner.step_state.is_open:
+        raise RuntimeError(
+            "step() of the optimizer that make_private was given would apply clipped sums "
+            "without noise: call step() of the one that make_private returned"
+        )

@@ -19,13 +19,14 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
+from torch.optim.optimizer import _global_optimizer_pre_hooks as common_step_hooks
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ddp_by_hand.torch_versions import warn_if_untested
 
-__all__ = ["TorchDispatchMode", "WeakStorage", "tree_map", "tree_map_only"]
+__all__ = ["TorchDispatchMode", "WeakStorage", "common_step_hooks", "tree_map", "tree_map_only"]
 
 ADDED = frozenset({
     "_private", "forward", "zero_grad", "refuse_wrapper", "__reduce_ex__", "_compiled_call_impl",
@@ -257,17 +258,16 @@ never_compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._disa
 """Decorates a function that graphs break at; `torch.compiler.disable` imports torch._dynamo."""
 
 is_profiling: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
-"""Returns whether `torch.profiler` records now.
-
-It spares the host `record_function`, which costs more than the launches it labels.
-"""
+"""Returns whether `torch.profiler` records: `record_function` costs more than what it labels."""
 
 hooks_so_far: Callable[[], int] = partial(getattr, torch.utils.hooks.RemovableHandle, "next_id")
 """Returns how many hooks were registered in this process: each has a larger number."""
 
 gradient_hooks: Callable[[nn.Parameter], Any] = attrgetter("_backward_hooks")
 accumulation_hooks: Callable[[nn.Parameter], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""Hooks of `Tensor.register_hook` and `register_post_accumulate_grad_hook`, by number, or None."""
+step_hooks: Callable[[Any], dict] = attrgetter("_optimizer_step_pre_hooks")
+"""Hooks of `Tensor.register_hook` and `register_post_accumulate_grad_hook`, by number, or None; and
+of `Optimizer.register_step_pre_hook`. Those before steps of all optimizers: `common_step_hooks`."""
 
 
 def every_module(network: nn.Module) -> list[nn.Module]:

@@ -85,7 +85,8 @@ def updates_of(
     """Returns how the kernel updates each parameter, and counts the step in the optimizer's state.
 
     None: the optimizer does it itself, because there is no state yet (in the first step), or for
-    lack of a kernel, as without a GPU.
+    lack of a kernel, as without a GPU. With hooks before its step, which see the gradient, this is
+    not called: see `PrivateOptimizer.has_step_hooks`.
 
     Args:
         totals: the sums of the parameters' gradients, in this rank's part of each.
@@ -98,7 +99,8 @@ def updates_of(
         rule, weight = _rule_of(optimizer, group), local(parameter.detach())
         names = STATES.get(rule, ())
         states = tuple(local(x) for n in names if isinstance(x := state.get(n), Tensor))
-        if rule and len(states) == len(names) and _is_served(total, weight, states, group["lr"]):
+        numbers = group["lr"], state.get("step")
+        if rule and len(states) == len(names) and _is_served(total, weight, states, numbers):
             found.append(Update(rule, weight, states, _words_of(group, rule, state)))
             steps += [state["step"]] if "step" in state else []
         else:
@@ -109,15 +111,20 @@ def updates_of(
 
 
 def _is_served(
-    total: Tensor, weight: Tensor, states: tuple[Tensor, ...], lr: float | Tensor
+    total: Tensor, weight: Tensor, states: tuple[Tensor, ...], numbers: tuple[Any, ...]
 ) -> bool:
-    """Returns whether the kernel can update a weight with these states."""
+    """Returns whether the kernel can update a weight with these states, and read these numbers."""
     return (
         kernel.serves(total)
-        and total.shape == weight.shape
+        and all(x.shape == total.shape for x in (weight, *states))
         and weight.dtype.itemsize <= total.dtype.itemsize
         and all(x.is_contiguous() and x.dtype == weight.dtype for x in (weight, *states))
-        and not (isinstance(lr, Tensor) and lr.is_cuda and lr.dtype != torch.float32)
+        and not any(
+            isinstance(x, Tensor)
+            and x.is_cuda
+            and (x.dtype, x.device) != (torch.float32, total.device)
+            for x in numbers
+        )
     )
 
 

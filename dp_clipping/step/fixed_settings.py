@@ -86,6 +86,8 @@ class FixedSettings:
             found[f"max_grad_norm of {name}" if len(groups) > 1 else "max_grad_norm"] = limit
         found |= {"grad_sample_mode": model.mode, "clipping": model.clipping}
         found |= {"clipping_function": model.policy.clipping_function, "gamma": model.policy.gamma}
+        if self.noise.fused_with is not None:  # with hooks, weights are rounded otherwise
+            found["a step pre-hook of the optimizer"] = self.optimizer.has_step_hooks()
         if adaptive is not None:
             values = adaptive.state_dict()
             found |= {f"adaptive_threshold's {name}": value for name, value in values.items()}

@@ -94,11 +94,15 @@ class GradientBuffer:
         self.parameters.check()
         self.hooks.refuse_later()
         self.watch.begin()
-        if not self.state.is_open and any([p.grad is not None for p in self.capture.parameters]):
+        if self.state.is_open:
+            return
+        if any([p.grad is not None for p in self.capture.parameters]):
             raise ValueError(
                 "gradients of the last step are still there: call optimizer.zero_grad() after "
                 "optimizer.step(), or they would be used twice"
             )
+        if self.state.norms:  # no `zero_grad` since: `fused_step=True` leaves no gradients
+            self._widen()
 
     def accumulate(self, sums: Iterable[tuple[Trainable, Tensor | None]]) -> None:
         """Adds clipped sums to `.grad` in float32 (float64) and sends them; None means zeros."""

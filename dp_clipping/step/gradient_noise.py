@@ -77,15 +77,18 @@ class GradientNoise:
         """Returns the stream of each parameter that `AddressedNoise` takes, for a CUDA graph."""
         return NoiseStream.derive_all(self.key, step=step, parameters=self._names, share=0)
 
-    def add(self, step: int) -> None:
+    def add(self, step: int, is_fused: bool = False) -> None:
         """Adds noise to `.grad`, divides it and calls users' hooks; updates C if it is adaptive.
 
         If it fails half-way, sums are dropped: a second attempt would add noise to some twice.
+
+        Args:
+            is_fused: the kernels take the step of `fused_with`, where they can.
         """
         model, settings = self.model, self.model.step_state.settings
         try:
             norms = None if self.adaptive is None else model.gather_norms()
-            self._add_to_sums(step)
+            self._add_to_sums(step, is_fused)
             if self.adaptive is not None:
                 is_noisy = settings.noise_multiplier > 0
                 self.adaptive.update(norms.wait(), step=step, noise_key=self.key, noisy=is_noisy)
@@ -97,7 +100,7 @@ class GradientNoise:
             raise
         model.gradient_buffer.watch.settle()
 
-    def _add_to_sums(self, step: int) -> None:
+    def _add_to_sums(self, step: int, is_fused: bool) -> None:
         """Adds noise to the sums in `.grad`, or to the pieces of them that this rank steps."""
         model, settings = self.model, self.model.step_state.settings
         buffer = model.gradient_buffer
@@ -112,7 +115,7 @@ class GradientNoise:
             totals = [p.grad for p in owners]
             totals = totals if places is None else list(map(local, totals))
         fused: dict[str, list[Update | None]] = {}
-        if self.fused_with is not None:
+        if is_fused and self.fused_with is not None:
             fused["updates"] = updates_of(self.fused_with, owners, totals)
         noisy = self.source.add(
             totals, names, dtypes=dtypes, places=places, table=self.table, key=self.key, step=step,

@@ -76,7 +76,8 @@ class StepState:
         clip_norms: C_k of each clipping group in the step that is open, or was last.
         settings: the settings of that step.
         on_open: called when a step opens; fixes its settings.
-        norms: the norms of each backward since the sums were dropped last.
+        norms: the norms of each backward of the step that is open, or was last; none once its sums
+            were dropped.
         losses: sum and number of the losses of each of these, if `keeps_losses`.
         keeps_losses: metrics show the mean loss.
         pending: the private step of the last forward, until its backward.
@@ -161,6 +162,7 @@ class StepState:
         if self.is_open:
             raise RuntimeError("a step is open already: its settings are those of its start")
         self.clip_norms = clip_norms
+        self.norms, self.losses = [], []  # after a step that no `zero_grad` has ended
         self._enter(Phase.OPEN)
         try:
             self.on_open()

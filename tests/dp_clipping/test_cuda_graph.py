@@ -383,6 +383,7 @@ def captured(monkeypatch):
     monkeypatch.setattr(Graph, "replays", 0)
     run = build(transformer(), "cpu", cuda_graph=False)
     run.model.step_context.plans.last = SimpleNamespace(is_one_pass=True)
+    run.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
 
     def body(x, y):
         run.optimizer.zero_grad()
@@ -425,6 +426,7 @@ def test_what_a_replay_keeps_beside_the_graph(captured):
         (lambda run: setattr(run.optimizer, "max_grad_norm", 2.0), "max_grad_norm"),
         (lambda run: setattr(run.optimizer, "expected_batch_size", 7), "expected_batch_size"),
         (lambda run: run.optimizer.param_groups[0].update(lr=1.0), "optimizer.param_groups"),
+        (lambda run: run.optimizer.param_groups[0]["lr"].mul_(2), "optimizer.param_groups"),
         (lambda run: run.optimizer.attach_step_hook(print), "step hooks"),
         (lambda run: run.model.network.norm.eval(), "training, or another attribute"),
         (lambda run: setattr(run.model.network.norm, "eps", 0.5), "another attribute of a module"),

@@ -57,6 +57,10 @@ def another_key(run) -> None:
     run.optimizer.resume(run.optimizer.steps, bytes(32))
 
 
+def step_pre_hook(run) -> None:
+    run.optimizer.register_step_pre_hook(lambda *_: None)
+
+
 DIFFERENT: dict[str, tuple[Callable, str]] = {
     "noise_multiplier": (set_on("noise_multiplier", 0.01), r"noise_multiplier \(0\.01 on rank 0,"),
     "max_grad_norm": (set_on("max_grad_norm", 0.1), r"max_grad_norm \(0\.1 on rank 0, 0\."),
@@ -67,6 +71,7 @@ DIFFERENT: dict[str, tuple[Callable, str]] = {
     "steps": (one_more_step, r"steps \(\d on rank 0"),
     "batch": (evaluation_of_its_own, r"batch of the loader \(\d+ on rank 0, 2 on"),
     "key": (another_key, r"key fingerprint \("),
+    "hook": (step_pre_hook, r"a step pre-hook of the optimizer \(True on rank 0, False on"),
 }  # fmt: skip
 
 
@@ -88,7 +93,7 @@ def refused(run, context: Context, change: Callable, match: str) -> None:
 def test_every_setting_is_compared(context: Context) -> None:
     for change, match in DIFFERENT.values():
         threshold = AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)
-        run = build(context, "ddp_bucketed", adaptive_threshold=threshold)
+        run = build(context, "ddp_bucketed", adaptive_threshold=threshold, fused_step=True)
         train(run, 2)
         refused(run, context, change, match)
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import Span
 from dp_clipping.noise import fused_update, kernel
+from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.fused_update import refuse, updates_of
 from dp_clipping.noise.gaussian import NoiseStream
@@ -160,7 +162,34 @@ def train(run, steps: int) -> list[Tensor]:
     raise AssertionError
 
 
-BODIES = [check_rules, check_runs]
+def halve(optimizer, *_) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        for p in group["params"]:
+            p.grad *= 0.5
+
+
+def check_hooks(device: str) -> None:
+    """Hooks before the step see the noisy gradient, and what they change is applied."""
+    runs = [private_run(device, fused) for fused in (True, False)]
+    for run in runs:
+        train(run, 2)
+        assert not run.optimizer.has_step_hooks()
+    registers = (
+        lambda run: run.optimizer.register_step_pre_hook(halve),
+        lambda run: register_optimizer_step_pre_hook(halve),
+    )
+    for register in registers:
+        found = []
+        for run in runs:
+            with register(run):
+                found.append(train(run, run.optimizer.steps + 1))
+                assert run.optimizer.has_step_hooks()
+        close(*found, "hooks")
+        assert not runs[0].optimizer.has_step_hooks()
+
+
+BODIES = [check_rules, check_runs, check_hooks]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
@@ -189,6 +218,52 @@ def test_parameters_without_a_kernel_are_left_to_the_optimizer():
         assert [u is not None for u in updates_of(optimizer, own, sums)] == [False, False, True]
         optimizer.param_groups[0]["maximize"] = True
         assert updates_of(optimizer, own, sums) == [None] * 3
+
+
+@pytest.mark.parametrize(("changes", "is_read"), [
+    ({}, True),
+    ({"exp_avg": torch.zeros(4)}, False),  # as of another network
+    ({"step": torch.zeros((), dtype=torch.float64)}, False),  # as of capturable=True
+])  # fmt: skip
+def test_states_that_the_kernel_would_misread_are_left_to_the_optimizer(changes, is_read):
+    own = [nn.Parameter(torch.ones(3))]
+    optimizer = AdamW(own, lr=0.1)
+    state = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.zeros(())}
+    optimizer.state[own[0]] = state | changes
+    with (
+        patch.object(kernel, "serves", lambda total: True),
+        patch.object(Tensor, "is_cuda", property(lambda x: x.dtype == torch.float64)),
+    ):
+        (update,) = updates_of(optimizer, own, [torch.zeros(3)])
+    assert (update is not None) == is_read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_has_its_own_norms_without_zero_grad(fused, dtype):
+    """`.grad` is None, by the fused step or by hand: norms of the step before count in none."""
+    shown: list[dict] = []
+    limits = []
+    for zero_grad in (True, False):
+        threshold = AdaptiveThreshold(0.5, expected_batch_size=6.0, count_std=4.0)
+        run = engine.on_any_batches(
+            module=engine.network().to(dtype), adaptive_threshold=threshold, fused_step=fused,
+            noise_generator=engine.fixed(),
+        )  # fmt: skip
+        run.engine.on_step(shown.append, unprotected=["loss", "samples"])
+        for _ in range(3):
+            x, y = engine.data()[:5]
+            engine.backward(run, (x.to(dtype), y))
+            run.optimizer.step()
+            for p in () if fused else run.network.parameters():
+                p.grad = None
+            if zero_grad:
+                run.optimizer.zero_grad()
+        limits.append(run.optimizer.max_grad_norm)
+    assert limits[0] == limits[1] != 0.5
+    assert [one["unprotected"] for one in shown[:3]] == [one["unprotected"] for one in shown[3:]]
+    assert run.optimizer.steps == 3
+    assert run.model.norm_statistics().samples == 5
 
 
 def test_pre_step_has_no_gradient_to_show():
