@@ -225,7 +225,7 @@ def test_what_is_kept_for_its_sum_waits_in_any_case(little):
     step.work.pending = 3 * EACH  # of layers that are not here
     step.work._make_room()
     assert step.events == [("norms", "ca")]
-    assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dc"), ("sums", "ba")]
+    assert step.end()[1:] == [("norms", "db"), ("clip", "0"), ("sums", "dcb"), ("sums", "a")]
 
 
 def test_factors_on_kernels_wait_while_they_fit(little):
@@ -255,11 +255,14 @@ def test_half_of_what_backward_has_freed_may_wait(monkeypatch, freed, arrivals):
 
 @pytest.mark.parametrize(
     ("room", "sums"),
-    [(2 * EACH, ["dc", "ba"]), (2 * EACH + SUM, ["dc", "ba"]), (2 * EACH + 2 * SUM, ["dcb", "a"])],
-    ids=["uses alone", "and one sum", "both"],
+    [(SUM, ["d", "c", "b", "a"]), (3 * SUM, ["dc", "ba"]), (4 * SUM, ["dcb", "a"])],
+    ids=["half of one", "one", "two"],
 )
 def test_sums_are_formed_as_memory_allows(little, monkeypatch, room, sums):
-    """Sums free what they are formed of. The last ones may exceed the room."""
+    """A sum counts twice, with what its launch adds up. The last one may exceed the room.
+
+    What sums are formed of is freed with them.
+    """
     monkeypatch.setattr(work, "PENDING_BYTES", room)
     step = Step(stay="abcd")
     held = step.take("dcba", LINEAR)
