@@ -50,7 +50,7 @@ lint: docs
 
 # The site, in site/, without a network. A link that leads nowhere is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Fashion-MNIST, 31 MB, from Debian's package: unpacked, not installed, so without root.
 records-data: data/usr/share/datasets/fashion-mnist

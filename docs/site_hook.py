@@ -34,6 +34,8 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 FILE_NAME = re.compile(r"[\w/]+(?:\.md|/)")
 PATH = re.compile(r"(?:[\w-]+/)+\w+\.py\b")
+RESULT = re.compile(r"results/[\w/-]+\.jsonl?\b")
+REPORTS = "results/*/report.html"
 PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 TAG = re.compile(r"(<[^>]*>)")
 # Everyday words, which mean what they say in most sentences.
@@ -41,7 +43,7 @@ EVERYDAY = {"sample", "waiting", "floor", "exact", "contention", "overhead"}
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
-    """Adds the documents outside of docs/, the source files that are named, and the reports."""
+    """Adds the documents outside of docs/, source files and results that are named, and reports."""
     from mkdocs.structure.files import File
 
     for name, uri in ELSEWHERE.items():
@@ -55,9 +57,9 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     for path in sorted({path for text in texts for path in PATH.findall(text)}):
         if (ROOT / path).is_file():
             files.append(File.generated(config, page_of(path), content=source_page(path)))
-    for report in ROOT.glob("results/*/report.html"):
-        uri = str(report.relative_to(ROOT))
-        files.append(File.generated(config, uri, abs_src_path=str(report)))
+    named = {path for text in texts for path in RESULT.findall(text) if (ROOT / path).is_file()}
+    for path in sorted({str(p.relative_to(ROOT)) for p in ROOT.glob(REPORTS)} | named):
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
 
 
@@ -130,7 +132,7 @@ def page_of(path: str) -> str:
     if path in ELSEWHERE:
         return ELSEWHERE[path]
     if path.startswith("results/"):
-        return f"{path}/report.html"
+        return path if RESULT.fullmatch(path) else f"{path}/report.html"
     if path.endswith(".ipynb"):
         return path.removesuffix("ipynb") + "md"
     return f"{SOURCE}{path}.md" if path.endswith(".py") else path.removeprefix("docs/")
