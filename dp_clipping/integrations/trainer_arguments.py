@@ -123,9 +123,8 @@ class PrivacyArguments:
         for name in self.options:
             if name not in OPTIONS:
                 raise ValueError(
-                    f"options has {name}, which is no argument of make_private or given by the "
-                    "trainer: leave it out, or write it as an argument of PrivacyArguments, if it "
-                    "is one"
+                    f"options has {name}, which the trainer gives itself or does not take: leave "
+                    "it out, or write it as an argument of PrivacyArguments, if it is one"
                 )
         Sampled.of(self.of_make_private())
 

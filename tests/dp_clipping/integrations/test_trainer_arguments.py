@@ -87,7 +87,7 @@ SIGMA = {"noise_multiplier": 1.0}
         (SIGMA | {"target_delta": 2.0}, "target_delta is 2"),
         (SIGMA | {"pad_batches": 3}, "pad_batches"),
         (SIGMA | {"options": {"steps": 3}}, "options has steps"),
-        (SIGMA | {"options": {"secure_mode": True}}, "is no argument of make_pr"),
+        (SIGMA | {"options": {"secure_mode": True}}, "gives itself or does not take"),
         (SIGMA | {"sampling": "truncated_poisson"}, "max_batch_size is missing"),
         (SIGMA | {"sampling": "balls_in_bins", "sample_rate": 0.1}, "sample_rate.* give steps="),
         (SIGMA | {"sampling": "cyclic", "options": {"noise_mechanism": "laplace"}},
