@@ -106,12 +106,12 @@ def clipping_of_the_sum() -> Iterator[None]:
     """The sum of whole gradients is clipped, not each of them."""
     right = GradientNoise._add_to_sums
 
-    def add(self: Any, step: int) -> None:
+    def add(self: Any, *given: Any) -> None:
         gradients = [p.grad for p in self.model.capture.parameters]
         norm = torch.stack([g.norm() for g in gradients]).norm()
         for gradient in gradients:
             gradient.mul_((self.model.step_state.sensitivity / norm).clamp(max=1.0))
-        right(self, step)
+        right(self, *given)
 
     with no_clipping(), patch.object(GradientNoise, "_add_to_sums", add):
         yield
@@ -158,12 +158,12 @@ def divided_by_batch() -> AbstractContextManager:
     """The sum is divided by the size of the batch, which depends on the data."""
     right = GradientNoise._add_to_sums
 
-    def add_to_sums(self: Any, step: int) -> None:
+    def add_to_sums(self: Any, *given: Any) -> None:
         rows = sum(len(batch.norms) for batch in self.model.step_state.norms)
         add = partial(self.source.add, divisor=float(max(1, rows)))
         once = lambda *args, divisor, **rest: add(*args, **rest)  # noqa: E731
         with patch.object(self.source, "add", once):
-            right(self, step)
+            right(self, *given)
 
     return patch.object(GradientNoise, "_add_to_sums", add_to_sums)
 
