@@ -205,8 +205,7 @@ class PrivateModel(nn.Module):
                 "modules may stay in evaluation"
             )
         module: Any = self._modules["module"]
-        state = self.step_state
-        is_open = state.is_open
+        is_open = (state := self.step_state).is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
         try:
@@ -353,8 +352,8 @@ class PrivateModel(nn.Module):
         """Runs the private backward; see `ForwardBackward.backward`."""
         is_kept = self.step_state.keeps_losses and not private_step.is_empty
         kept = [loss_and_count(private_step, losses)] if is_kept else []
-        limits, sync = self.thresholds.clip_norms, self._sync_context()
-        self.passes.backward(private_step, losses, limits, sync)
+        limits = self.thresholds.clip_norms
+        self.passes.backward(private_step, losses, limits, self._sync_context())
         self.step_state.losses += kept
 
     def finish_synchronization(self) -> None:
