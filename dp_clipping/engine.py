@@ -184,7 +184,7 @@ class PrivacyEngine(Checkpoints, Audits):
                 it and other samples. Its parameters become those of the group's first rank.
             cuda_graph: whole steps are to run as one CUDA graph: `step = optimizer.graphed(body)`.
                 On one GPU, in mode `flash_bookkeeping`, with an optimizer that is capturable.
-            fused_step: the noise's kernel takes the step of AdamW, Adam or SGD; `.grad` stays None.
+            fused_step: the noise kernel takes AdamW's, Adam's or SGD's step; `.grad` is None then.
             sample_rate: probability q of each sample to be in a batch, as a public constant.
                 Default: 1 / len(data_loader), which depends on the size of the data. A sample more
                 or less can change it, and the guarantee then covers only data of one size.

@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
-from dp_clipping.kernels.launch.tiles import (
-    ceil_div,
-    kept_on_device,
-    launch,
-    table_on,
-    triton,
-)
+from dp_clipping.kernels.launch.tiles import ceil_div, kept_on_device, launch, table_on, triton
 
 if triton is not None:
     import triton.language as tl

@@ -127,7 +127,7 @@ if triton is not None:
 
     @triton.jit
     def _numbers_of_update(p_words, RULE: tl.constexpr):
-        """Computes, in float64, what all elements of a row are updated with; see `_update`.
+        """Computes, in float64, what all elements of a row are updated with; see `_updated`.
 
         Returns step size, √(1 - β₂ᵗ), weight decay, share that is kept and share that is taken of
         the first state, and of the second, and ε.

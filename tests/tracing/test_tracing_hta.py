@@ -1,4 +1,4 @@
-"""What HolisticTraceAnalysis 0.5.0 says of the same traces, as it has been written down.
+"""Compares our figures with those that HolisticTraceAnalysis 0.5.0 gave of the same traces.
 
 `gpu_streams.json` has kernels and collectives of random lengths on three streams, in the profiler's
 format. `gpu_h200.json.gz` is a real one, of three training steps on an NVIDIA H200 (CUDA 13.0)

@@ -197,7 +197,7 @@ def test_a_parameter_nobody_used_is_not_stepped(context: Context) -> None:
 @pytest.mark.parametrize("name", [NAME, "fsdp"])
 @on_ranks(2)
 def test_states_of_other_networks_are_refused(context: Context, name: str) -> None:
-    """What fits no parameter is refused by name, before anything changes; what fits is taken."""
+    """Loads a state that fits; one of no parameter is refused by name before anything changes."""
     model = wrapped(context, name)
     groups = in_groups(model)
     groups[0]["amsgrad"] = True  # so that a value exists which the defaults do not tell of

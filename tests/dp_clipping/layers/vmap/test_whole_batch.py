@@ -319,7 +319,7 @@ OTHERWISE = {
 )
 @pytest.mark.parametrize(("name", "mode"), in_turn(OTHERWISE, MODES, fast=2))
 def test_a_module_that_asks_which_parameter_it_has_is_refused(name, run, mode):
-    """Where results differ, or gradients alone."""
+    """Refuses it where results differ, and where gradients alone do."""
     network = nn.Sequential(nn.Linear(5, 5), Asking(run, **OTHERWISE[name])).double()
     model = private(network, mode, 0.5)
     with pytest.raises(ValueError, match=r"1 \(Asking\) computes otherwise .*by its name"):
