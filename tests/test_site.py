@@ -26,6 +26,8 @@ def test_documents_at_the_root_are_on_the_site_which_begins_with_the_readme():
         ("pic", "docs/a.png", "README.md", "[pic](a.png)"),
         ("x", "../../README.md", "docs/api/ddp.md", "[x](../index.md)"),
         ("f", "../ddp/base.py", "docs/cost.md", "[f](source/ddp/base.py.md)"),
+        ("r", "../results/a-2xh200", "docs/cost.md", "[r](results/a-2xh200/report.html)"),
+        ("r", "../results/a-2xh200/b.jsonl", "docs/cost.md", "[r](results/a-2xh200/b.jsonl)"),
         ("docs/glossary.md", "docs/glossary.md", "README.md", "[Glossary](glossary.md)"),
         ("cost", "../docs/cost.md", "notebooks/private_digits.ipynb", "[cost](../cost.md)"),
     ],
