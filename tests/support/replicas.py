@@ -159,7 +159,8 @@ def build(
         module = wrap(variant, module, process_group=context.group, **options)
         optimizer = module.make_optimizer(torch.optim.SGD, plain.parameters(), **sgd)
     else:
-        optimizer = torch.optim.SGD(plain.parameters(), **sgd)
+        # Tensor parallel has DTensors beside tensors, which foreach refuses on a GPU.
+        optimizer = torch.optim.SGD(plain.parameters(), foreach=False if shard else None, **sgd)
     dataset = TensorDataset(*oracle.move(case.batch(count), dtype=dtype), torch.arange(count))
     sampler = None
     if distributed_sampler:
