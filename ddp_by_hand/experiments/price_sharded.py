@@ -19,6 +19,7 @@ from ddp_by_hand.experiments.llama_fsdp.results import MODES as GRID
 from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
+    FUSED_STEP,
     PER_LAYER,
     RoundCell,
     RoundOptions,
@@ -42,6 +43,7 @@ PROGRAM = "ddp_by_hand.experiments.price_sharded"
 OF_GRID = {mode: name for name, mode in GRID.items()}  # modes that `llama_fsdp` measures
 CHOICES = (BASELINE, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
 CHOICES += tuple(mode + PER_LAYER for mode in CHOICES[1:])
+CHOICES += tuple("flash_bookkeeping" + layers + FUSED_STEP for layers in ("", PER_LAYER))
 DEFAULT = (BASELINE, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
 ROWS, TINY = ("2x1024", "2x2048", "2x4096"), "2x32"
 EXAMPLES = """\
@@ -125,6 +127,7 @@ def run_all(options: Options, worker: Worker, watch: Watch) -> list[dict]:
 
 
 def mode_of(variant: str) -> str:
+    variant = variant.removesuffix(FUSED_STEP)
     return "no_dp" if variant == BASELINE else variant.removesuffix(PER_LAYER)
 
 
@@ -135,10 +138,13 @@ def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> 
     settings = GridSettings(
         model_name=options.model_name, batch_size=cell.row.samples, num_iter=options.steps,
         warmup_iter=options.warm_up, timeout_s=options.timeout,
-        clipping="per_layer" if cell.variant.endswith(PER_LAYER) else "flat",
+        clipping="per_layer" if PER_LAYER in cell.variant else "flat",
     )  # fmt: skip
     mode, length = OF_GRID[mode_of(cell.variant)], cell.row.tokens
-    training = LlamaTraining(GridCell(mode, length, cell.round), settings, worker)
+    training = LlamaTraining(
+        GridCell(mode, length, cell.round), settings, worker,
+        fused_step=cell.variant.endswith(FUSED_STEP),
+    )  # fmt: skip
     batches = make_batches(length, training.config.vocab_size, settings, worker)
     return costs_of(time_steps(training, batches, options.warm_up, worker.device, watch.at))
 

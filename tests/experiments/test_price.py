@@ -25,7 +25,7 @@ REHEARSALS = {  # program -> options, rows and variants
     "price_noise": ("--layers 1 --part 2", ["2x8", "4x8"], NOISE),
     "price_dpo": ("--rank 2", ["2x8"], ["ordinary", "bookkeeping"]),
 }
-SHARDED = ["ordinary", "flash_bookkeeping_per_layer"]
+SHARDED = ["ordinary", "flash_bookkeeping_per_layer", "flash_bookkeeping_fused_step"]
 SHARDED_OPTIONS = [
     "--model-name", "tiny", "--rows", "2x16", "--variants", *SHARDED,
     "--rounds", "1", "--steps", "2", "--warm-up", "1",
