@@ -109,7 +109,7 @@ class PrivateModel(nn.Module):
             raise
         self.passes = ForwardBackward(context, self.step_state, self.gradient_buffer)
         self.loss_in_network = LossInNetwork(
-            self.network, self.batch_first, self.capture.is_compiled
+            self.network, self.batch_first, self.capture.is_compiled, self.passes.constants
         )
 
     # ---- what a user looks at, and ε does not cover: `hide_unprotected=True` refuses it ---------

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, Constants, tensors_of
 from dp_clipping.capture.samples.packed import opened
 from dp_clipping.layers.vmap.samples import rows_of_call
 from dp_clipping.losses.private_loss import PrivateLoss
@@ -49,11 +49,14 @@ class LossInNetwork:
     Args:
         network: without a data-parallel wrapper.
         batch_first: dimension 0 of its inputs counts the samples; else nothing is exchanged.
+        constants: knows which of them have no row for each sample.
         is_compiled: a part of it is, so only `loss_function` is exchanged.
     """
 
-    def __init__(self, network: nn.Module, batch_first: bool, is_compiled: bool):
-        self._network = network
+    def __init__(
+        self, network: nn.Module, batch_first: bool, is_compiled: bool, constants: Constants
+    ):
+        self._network, self._constants = network, constants
         self._owners = list(_owners(network))
         self._batch_first, self._looks_inside = batch_first, not is_compiled
         self._count = 0  # losses of the forward under way
@@ -113,7 +116,7 @@ class LossInNetwork:
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         args, kwargs = opened((args, kwargs), batch_first=True)
-        self._batch_size = Batch(args, kwargs, batch_first=True).size
+        self._batch_size = Batch(args, kwargs, batch_first=True, constants=self._constants).size
 
     @contextmanager
     def _exchanged(self, owner: Any) -> Iterator[None]:

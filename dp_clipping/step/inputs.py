@@ -97,9 +97,12 @@ class InputReader:
             has_objects: they hold objects beside tensors.
             padding: which rows are padding, in a CUDA graph.
         """
-        find = partial(self.establishment.batch_of, args, kwargs)
+        usage = self.state.usage
+        ticket, device = usage.ticket, self.capture.trigger.device
+        handed = usage.handed  # 0 where `rand_on_empty` has made up a sample
+        expected = ticket.rows or (usage.batch_size if handed is None else handed or 1)
+        find = partial(self.establishment.batch_of, args, kwargs, expected)
         given = batch = self.own_errors_first(find, args, kwargs)
-        ticket, device = self.state.ticket, self.capture.trigger.device
         if given.bags and ticket.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
@@ -116,10 +119,10 @@ class InputReader:
                 "drop_last=True to a loader whose last batch is shorter"
             )
         if each > 1:
-            self.state.usage.refuse_parts(given.size)
+            usage.refuse_parts(given.size)
         if not given.size:
             args, kwargs = given.stand_in()
-            batch = self.establishment.batch_of(args, kwargs)
+            batch = self.establishment.batch_of_run(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=device) >= real

@@ -94,6 +94,32 @@ def test_any_network_that_is_given_labels(form):
     assert model.linear.weight.grad is not None
 
 
+class WithTable(nn.Module):
+    """Compares outputs with the rows of a table, an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, table, labels):
+        return F.cross_entropy(self.linear(x) @ table.T, labels), table
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+def test_an_argument_with_more_rows_than_the_batch():
+    network = WithTable()
+    plain = copy.deepcopy(network)
+    model, optimizer = made_private(network, C=1.0)
+    x, table, labels = torch.randn(5, 3), torch.randn(7, 2), torch.arange(5)
+    model(x, table, labels=labels)[0].backward()
+    norms = []
+    for i in range(5):
+        plain.zero_grad()
+        plain(x[i : i + 1], table, labels[i : i + 1])[0].backward()
+        norms.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).norm())
+    torch.testing.assert_close(optimizer.model.per_sample_gradient_norms, torch.stack(norms))
+
+
 class Forecast(nn.Module):
     def __init__(self):
         super().__init__()
