@@ -1,4 +1,4 @@
-"""Per-sample losses that the network computes itself: `model(**batch).loss` of Hugging Face.
+"""Per-sample losses that the network computes itself: `model(**batch).loss`, `model(x, y)[1]`.
 
 Such a loss is a mean over the tokens of a batch, so a sample's part in it depends on how many
 tokens the others have. In a private forward it becomes one loss per sample, each the mean over its
@@ -16,10 +16,8 @@ not reach into compiled code.
 """
 
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,20 +57,21 @@ class LossInNetwork:
         self._network, self._constants = network, constants
         self._owners = list(_owners(network))
         self._batch_first, self._looks_inside = batch_first, not is_compiled
+        self._places = _places_of_labels(network)  # in the arguments without a name
         self._count = 0  # losses of the forward under way
         self._batch_size = 0
 
-    def per_sample(self, kwargs: Mapping[str, Any]) -> AbstractContextManager:
+    def per_sample(self, args: tuple, kwargs: Mapping[str, Any]) -> AbstractContextManager:
         """Returns a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
-        has_labels = any(
-            isinstance(value, Tensor) and any(part in name for part in OF_LABELS)
-            for name, value in kwargs.items()
-        )
-        return self._all_exchanged() if self._batch_first and has_labels else NOTHING
+        has_labels = any(isinstance(x, Tensor) and _is_of_labels(n) for n, x in kwargs.items())
+        is_named = has_labels
+        for n in self._places:
+            has_labels = has_labels or (n < len(args) and isinstance(args[n], Tensor))
+        return self._all_exchanged(is_named) if self._batch_first and has_labels else NOTHING
 
     @contextmanager
-    def _all_exchanged(self) -> Iterator[None]:
+    def _all_exchanged(self, is_named: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for owner in self._owners:
                 stack.enter_context(self._exchanged(owner))
@@ -85,30 +84,32 @@ class LossInNetwork:
             self._looks_inside = False
         elif self._looks_inside:
             self._count = mode.count
+        if not self._count and not is_named:
+            self._places = ()  # what is called so may be no label, and looking at each call is slow
 
     def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
-        """Returns outputs whose `loss`, or first entry of a tuple, is made `private(losses=..)`.
+        """Returns outputs whose loss is made `private(losses=..)`.
 
+        It is their `loss`, the first entry of a tuple that may be one, or all that is returned.
         Outputs in which there is no loss of the step's samples are returned as they are.
         """
-        put: Callable[[PrivateLoss], None] | None = None
-        if hasattr(outputs, "loss"):
-            found, put = outputs.loss, partial(setattr, outputs, "loss")
-        elif isinstance(outputs, Mapping):
-            found, put = outputs.get("loss"), partial(operator.setitem, outputs, "loss")
+        given: tuple
+        if isinstance(outputs, tuple):
+            given = outputs
+        elif isinstance(outputs, Tensor):
+            given = (outputs,)
+        elif hasattr(outputs, "loss"):
+            given = (outputs.loss,)
         else:
-            found = outputs[0] if isinstance(outputs, tuple) and outputs else None
-        size = 0 if step.is_empty else step.rows
-        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
-            step.has_own_loss = (
-                isinstance(found, Tensor) and found.requires_grad and not found.dim()
-            )
-            return outputs
-        step.look_at(found)
-        loss = private(losses=found)
-        if put is None:
-            return (loss, *outputs[1:])
-        put(loss)
+            given = (outputs.get("loss"),) if isinstance(outputs, Mapping) else ()
+        shape = () if not self._count else (0 if step.is_empty else step.rows,)
+        for place, found in enumerate(given):
+            if isinstance(found, Tensor) and found.requires_grad and found.shape == shape:
+                if not self._count:
+                    step.has_own_loss = True
+                    return outputs
+                step.look_at(found)
+                return _with_loss(outputs, place, private(losses=found))
         return outputs
 
     def _rows(self) -> int:
@@ -139,6 +140,33 @@ class LossInNetwork:
                 vars(owner).pop("_loss_function")
             else:
                 owner.loss_function = own
+
+
+def _with_loss(outputs: Any, place: int, loss: PrivateLoss) -> Any:
+    """Returns outputs with a loss in the place of their own, which a tuple has at `place`."""
+    if isinstance(outputs, Tensor):
+        return loss
+    if isinstance(outputs, tuple):
+        entries = *outputs[:place], loss, *outputs[place + 1 :]
+        return outputs._make(entries) if hasattr(outputs, "_make") else entries
+    if hasattr(outputs, "loss"):
+        outputs.loss = loss
+    else:
+        outputs["loss"] = loss
+    return outputs
+
+
+def _is_of_labels(name: str) -> bool:
+    return any(part in name for part in OF_LABELS)
+
+
+def _places_of_labels(network: nn.Module) -> tuple[int, ...]:
+    """Returns the places of arguments for labels in a call of the network without names."""
+    try:
+        names = inspect.signature(network.forward).parameters
+    except (TypeError, ValueError):  # a forward that tells none
+        return ()
+    return tuple([n for n, name in enumerate(names) if _is_of_labels(name)])
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:

@@ -285,7 +285,7 @@ class ForwardBackward:
             self.drop()
             self.recover()
             raise
-        if samples:
+        if samples and self.constants.now:
             self.constants.keep()
         self._drop_pending()
 
