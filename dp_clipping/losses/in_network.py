@@ -88,28 +88,28 @@ class LossInNetwork:
             self._places = ()  # what is called so may be no label, and looking at each call is slow
 
     def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
-        """Returns outputs whose loss is made `private(losses=..)`.
+        """Returns outputs whose losses are made `private(losses=..)`.
 
-        It is their `loss`, the first entry of a tuple that may be one, or all that is returned.
-        Outputs in which there is no loss of the step's samples are returned as they are.
+        It is their `loss`, or what is called so in part; of a tuple the first entry that may be
+        one; or all that is returned. Outputs without a loss of the step's samples stay as they are.
         """
-        given: tuple
-        if isinstance(outputs, tuple):
-            given = outputs
-        elif isinstance(outputs, Tensor):
-            given = (outputs,)
-        elif hasattr(outputs, "loss"):
-            given = (outputs.loss,)
-        else:
-            given = (outputs.get("loss"),) if isinstance(outputs, Mapping) else ()
         shape = () if not self._count else (0 if step.is_empty else step.rows,)
-        for place, found in enumerate(given):
+        for place, found in _entries(outputs).items():
             if isinstance(found, Tensor) and found.requires_grad and found.shape == shape:
                 if not self._count:
                     step.has_own_loss = True
                     return outputs
                 step.look_at(found)
-                return _with_loss(outputs, place, private(losses=found))
+                loss = private(losses=found)
+                if isinstance(outputs, Tensor):
+                    return loss
+                if isinstance(outputs, tuple):
+                    entries = *outputs[:place], loss, *outputs[place + 1 :]
+                    return outputs._make(entries) if hasattr(outputs, "_make") else entries
+                if hasattr(outputs, "loss"):
+                    outputs.loss = loss
+                else:
+                    outputs[place] = loss
         return outputs
 
     def _rows(self) -> int:
@@ -142,18 +142,19 @@ class LossInNetwork:
                 owner.loss_function = own
 
 
-def _with_loss(outputs: Any, place: int, loss: PrivateLoss) -> Any:
-    """Returns outputs with a loss in the place of their own, which a tuple has at `place`."""
-    if isinstance(outputs, Tensor):
-        return loss
+def _entries(outputs: Any) -> dict[Any, Any]:
+    """Returns what may be a loss in a network's outputs, by its place."""
     if isinstance(outputs, tuple):
-        entries = *outputs[:place], loss, *outputs[place + 1 :]
-        return outputs._make(entries) if hasattr(outputs, "_make") else entries
+        return dict(enumerate(outputs))
+    if isinstance(outputs, Tensor):
+        return {None: outputs}
     if hasattr(outputs, "loss"):
-        outputs.loss = loss
-    else:
-        outputs["loss"] = loss
-    return outputs
+        return {None: outputs.loss}
+    if not isinstance(outputs, Mapping):
+        return {}
+    if "loss" in outputs:
+        return {"loss": outputs["loss"]}
+    return {name: found for name, found in outputs.items() if "loss" in str(name)}
 
 
 def _is_of_labels(name: str) -> bool:

@@ -62,6 +62,19 @@ def _parts(x: Any) -> Mapping[Any, Any]:
     return vars(x) if dataclasses.is_dataclass(x) and not isinstance(x, type) else {}
 
 
+def are_samples(x: Any, count: int | None) -> bool:
+    """Returns whether x is a list or tuple with an entry for each of `count` samples.
+
+    All entries have tensors of the same kinds, and some have no row for each sample.
+    """
+    if not isinstance(x, list | tuple) or len(x) != count or count == 1:
+        return False
+    entries = [tensors_of(entry) for entry in x]
+    kinds = {tuple([(y.dim(), y.dtype) for y in entry]) for entry in entries}
+    have_rows = all(any(y.dim() and len(y) == count for y in entry) for entry in entries)
+    return len(kinds) == 1 and any(entries) and not have_rows
+
+
 def hold_objects(args: tuple, kwargs: dict) -> bool:
     """Returns whether arguments of a call are more than tensors, numbers and strings."""
     return not {*map(type, args), *map(type, kwargs.values())} <= PLAIN_LEAVES

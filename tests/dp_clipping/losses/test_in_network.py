@@ -86,6 +86,10 @@ FORMS = {  # what is returned, and where the loss is in it
     "named tuple": (lambda y, z: Returned(y, F.cross_entropy(y, z)), lambda out: out.loss),
     "alone": (F.cross_entropy, lambda out: out),
     "dict": (lambda y, labels: {"loss": F.cross_entropy(y, labels)}, lambda out: out["loss"]),
+    "dict of several": (
+        lambda y, z: {"loss_a": F.cross_entropy(y, z), "y": y, "b_loss": F.cross_entropy(-y, z)},
+        lambda out: out["loss_a"] + out["b_loss"],
+    ),
     "object": (
         lambda y, labels: SimpleNamespace(loss=F.cross_entropy(y, labels)), lambda out: out.loss
     ),

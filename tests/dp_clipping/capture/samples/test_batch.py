@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.samples.batch import Batch, Constants, map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import (
+    Batch,
+    Constants,
+    are_samples,
+    map_tensors,
+    tensors_of,
+)
 
 TABLE = torch.arange(8.0).view(4, 2)
 
@@ -84,6 +90,20 @@ def test_an_empty_batch_has_a_row_that_goes_again():
     lengths = Batch((torch.ones(0, 2), torch.zeros(0, dtype=torch.long)), {}, True)
     assert lengths.with_a_row_of_zeros()[0][1].tolist() == [1]  # no sequence has none
     assert batch.without_rows({"y": torch.ones(1, 5)})["y"].shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("x", "is_listed"),
+    [
+        ([rows(1), rows(1)], True), ((rows(1, 2, 3), rows(1)), True),
+        ([{"a": rows(1), "b": 2}, {"a": rows(1, 2), "b": 3}], True),
+        ([rows(1, 2), rows(1, 2), rows(1)], False), ([TABLE[:2], TABLE[:2]], False),
+        ([rows(1), rows(1.0)], False), ([1, 2], False), (torch.ones(2, 3), False),
+    ],
+)  # fmt: skip
+def test_a_list_of_samples(x, is_listed):
+    assert are_samples(x, 2) is is_listed
+    assert not are_samples(x, None)
 
 
 def test_what_is_expected_comes_before_what_is_largest():
