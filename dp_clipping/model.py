@@ -109,7 +109,7 @@ class PrivateModel(nn.Module):
             raise
         self.passes = ForwardBackward(context, self.step_state, self.gradient_buffer)
         self.loss_in_network = LossInNetwork(
-            self.network, self.batch_first, self.capture.is_compiled
+            self.network, self.batch_first, self.capture.is_compiled, self.passes.constants
         )
 
     # ---- what a user looks at, and ε does not cover: `hide_unprotected=True` refuses it ---------
@@ -209,13 +209,13 @@ class PrivateModel(nn.Module):
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
         try:
-            with self.loss_in_network.per_sample(kwargs):
+            with self.loss_in_network.per_sample(args, kwargs):
                 outputs = self.passes.forward(module, args, kwargs, self._sync_context())
         except RuntimeError as error:
             refuse_reentrant(error)
             raise
         for lengths in state.pending.lengths:
-            lengths.around = partial(self._as_in_forward, lengths.around, kwargs)
+            lengths.around = partial(self._as_in_forward, lengths.around, args, kwargs)
         if is_open:
             self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
         private = partial(PrivateLoss, self, state.pending, reduction=self._loss_reduction)
@@ -381,10 +381,10 @@ class PrivateModel(nn.Module):
 
     @contextmanager
     def _as_in_forward(
-        self, context: Callable[[], AbstractContextManager], kwargs: dict
+        self, context: Callable[[], AbstractContextManager], args: tuple, kwargs: dict
     ) -> Iterator[None]:
         """Enters the context of a forward with these arguments, and another one."""
-        with self.reached(), context(), self.loss_in_network.per_sample(kwargs):
+        with self.reached(), context(), self.loss_in_network.per_sample(args, kwargs):
             yield
 
     def _sync_context(self) -> AbstractContextManager:

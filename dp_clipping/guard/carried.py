@@ -44,7 +44,8 @@ def refuse_changes(changes: list[Change], when: str = "a forward in training") -
             f"{when} changes {', '.join(names[:5])}: a parameter or a buffer that changes outside "
             "of the optimizer carries what it saw of one batch into the next, and out of training, "
             "without noise; set it before make_private from public data, keep its module in "
-            "evaluation, or let it be constant (a counter may be a Python number)"
+            "evaluation, or let it be constant (a counter may be a Python number); a running mean "
+            "of parameters is updated in the loop, after optimizer.step()"
         )
 
 

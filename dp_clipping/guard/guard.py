@@ -89,7 +89,7 @@ class LayoutDiscovery:
         self._bags, self.constants = KnownBags(network), Constants()
         if capture.state is None:
             capture.state = State(network, sharding is not None)
-        self.carried = Carried(capture.state, self._forward_and_backward, self._batch)
+        self.carried = Carried(capture.state, self._forward_and_backward, self.batch_of_run)
         self._search = Search(capture, joins_all)
         self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
         self._schedule = Schedule()
@@ -98,8 +98,8 @@ class LayoutDiscovery:
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
         self._unsettled = 0  # checks of large enough batches without
 
-    def batch_of(self, args: tuple, kwargs: dict) -> Batch:
-        """Returns the arguments of a forward as a batch.
+    def batch_of(self, args: tuple, kwargs: dict, expected: int | None = None) -> Batch:
+        """Returns the arguments of the user's forward as a batch, of what the loader has yielded.
 
         A network with `nn.EmbeddingBag` is run once, as it is, to see which of them are bags.
 
@@ -108,20 +108,21 @@ class LayoutDiscovery:
         """
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
+        self.constants.now = {}
         known = self._bags.of(args, kwargs)
-        batch = Batch(args, kwargs, self._batch_first, known or (), self.constants)
-        if self._sharding is not None or known is not None:
-            return batch
-        if not batch.size:
-            args, kwargs = batch.with_a_row_of_zeros()
-        with Restored(self.carried.state):
-            self._bags.learn(args, kwargs, self._run, is_empty=not batch.size)
-        return self._batch(batch.args, batch.kwargs)
+        batch = Batch(args, kwargs, self._batch_first, known or (), self.constants, expected)
+        if self._sharding is None and known is None:
+            args, kwargs = (args, kwargs) if batch.size else batch.with_a_row_of_zeros()
+            with Restored(self.carried.state):
+                self._bags.learn(args, kwargs, self._run, is_empty=not batch.size)
+            batch = self.batch_of_run(batch.args, batch.kwargs, expected)
+        self.constants.now = batch.others
+        return batch
 
-    def _batch(self, args: tuple, kwargs: dict) -> Batch:
-        """Returns the arguments of a forward as a batch, with the bags that are known."""
+    def batch_of_run(self, args: tuple, kwargs: dict, expected: int | None = None) -> Batch:
+        """Returns arguments like those of the user's last forward, of other samples, as a batch."""
         bags = self._bags.of(args, kwargs) or ()
-        return Batch(args, kwargs, self._batch_first, bags, self.constants)
+        return Batch(args, kwargs, self._batch_first, bags, self.constants, expected)
 
     def ensure(self, batch: Batch) -> int | None:
         """Finds the samples unless they are known. All ranks of a sharded model call it together.
@@ -326,7 +327,7 @@ class LayoutDiscovery:
                 if self._sharding is not None:
                     raise ValueError(ON_OTHER_RANKS) from error
                 given = error.arguments
-                self.look(batch if given is None else self._batch(*given))
+                self.look(batch if given is None else self.batch_of_run(*given))
         return self._check(batch)
 
     def _check(self, batch: Batch) -> int | None:
@@ -336,6 +337,7 @@ class LayoutDiscovery:
         places, alone = not self._is_settled, self._sharding is None
         # Not on sharded ranks, of which one may have no samples.
         carries = (lambda: self.carried.refuse(batch.with_samples(FEW))) if alone else None
+        self._company.refuse(None if batch.bags else self.constants.changed(batch))
         with Restored(self.carried.state, carries, is_of_runs=alone):
             number, is_whole = self._schedule.next_check(batch.size)
             if places:

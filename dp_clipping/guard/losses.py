@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.samples.batch import hold_objects, map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import are_samples, hold_objects, map_tensors, tensors_of
 from dp_clipping.guard.carried import Restored
 from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
@@ -175,11 +175,9 @@ class Criterion:
         now = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = partial(torch.autocast, kind, *now)  # as in the user's call
         self._shapes = shapes
-        self._names = [
-            name
-            for name, value in [*enumerate(args, 1), *kwargs.items()]
-            for _ in tensors_of(value)
-        ]
+        named = [*enumerate(args, 1), *kwargs.items()]
+        self._names = [name for name, value in named for _ in tensors_of(value)]
+        self._listed = {name for name, value in named if are_samples(value, size)}
         self._flat = None if shape is None else shape[0] * shape[1]
         self._batch_first, self._shape = batch_first, shape
         if shape is None:
@@ -299,7 +297,7 @@ class Criterion:
     def _candidates(self, n: int) -> list[Layout]:
         """Returns the possible layouts of its samples, the likeliest first; [] if it has none."""
         x, key = self._tensors[n], self._keys[n]
-        if not x.dim():
+        if not x.dim() or self._names[n] in self._listed:
             return []
         dims = [d for d in range(x.dim()) if x.shape[d] == self._size]
         dims = [d for d in dims if self._shapes.counts_samples(key, d, self._size)]

@@ -100,7 +100,7 @@ class Company:
             if changed and not others and self._capture.sharding is None:
                 self._use_vmap({layer for layer, *_ in changed})
             changed = others or changed
-            self._refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
+            self.refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
 
     def _use_vmap(self, layers: set[str]) -> None:
         """Moves modules under vmap whose own operators mix the rows of samples, as one that sorts.
@@ -117,7 +117,7 @@ class Company:
     def _on_any_rank(self, flag: bool) -> bool:
         return any(self.of_all_ranks(flag))
 
-    def _refuse(self, found: str | None) -> None:
+    def refuse(self, found: str | None) -> None:
         """Raises ValueError on all ranks if one of them has found something, with its message."""
         for one in self.of_all_ranks(found):
             if one is not None:

@@ -1,4 +1,4 @@
-"""Per-sample losses that the network computes itself: `model(**batch).loss` of Hugging Face.
+"""Per-sample losses that the network computes itself: `model(**batch).loss`, `model(x, y)[1]`.
 
 Such a loss is a mean over the tokens of a batch, so a sample's part in it depends on how many
 tokens the others have. In a private forward it becomes one loss per sample, each the mean over its
@@ -16,10 +16,8 @@ not reach into compiled code.
 """
 
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, Constants, tensors_of
 from dp_clipping.capture.samples.packed import opened
 from dp_clipping.layers.vmap.samples import rows_of_call
 from dp_clipping.losses.private_loss import PrivateLoss
@@ -49,27 +47,31 @@ class LossInNetwork:
     Args:
         network: without a data-parallel wrapper.
         batch_first: dimension 0 of its inputs counts the samples; else nothing is exchanged.
+        constants: knows which of them have no row for each sample.
         is_compiled: a part of it is, so only `loss_function` is exchanged.
     """
 
-    def __init__(self, network: nn.Module, batch_first: bool, is_compiled: bool):
-        self._network = network
+    def __init__(
+        self, network: nn.Module, batch_first: bool, is_compiled: bool, constants: Constants
+    ):
+        self._network, self._constants = network, constants
         self._owners = list(_owners(network))
         self._batch_first, self._looks_inside = batch_first, not is_compiled
+        self._places = _places_of_labels(network)  # in the arguments without a name
         self._count = 0  # losses of the forward under way
         self._batch_size = 0
 
-    def per_sample(self, kwargs: Mapping[str, Any]) -> AbstractContextManager:
+    def per_sample(self, args: tuple, kwargs: Mapping[str, Any]) -> AbstractContextManager:
         """Returns a context in which a forward with these arguments returns losses [B], if any."""
         self._count = 0
-        has_labels = any(
-            isinstance(value, Tensor) and any(part in name for part in OF_LABELS)
-            for name, value in kwargs.items()
-        )
-        return self._all_exchanged() if self._batch_first and has_labels else NOTHING
+        has_labels = any(isinstance(x, Tensor) and _is_of_labels(n) for n, x in kwargs.items())
+        is_named = has_labels
+        for n in self._places:
+            has_labels = has_labels or (n < len(args) and isinstance(args[n], Tensor))
+        return self._all_exchanged(is_named) if self._batch_first and has_labels else NOTHING
 
     @contextmanager
-    def _all_exchanged(self) -> Iterator[None]:
+    def _all_exchanged(self, is_named: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for owner in self._owners:
                 stack.enter_context(self._exchanged(owner))
@@ -82,30 +84,32 @@ class LossInNetwork:
             self._looks_inside = False
         elif self._looks_inside:
             self._count = mode.count
+        if not self._count and not is_named:
+            self._places = ()  # what is called so may be no label, and looking at each call is slow
 
     def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
-        """Returns outputs whose `loss`, or first entry of a tuple, is made `private(losses=..)`.
+        """Returns outputs whose losses are made `private(losses=..)`.
 
-        Outputs in which there is no loss of the step's samples are returned as they are.
+        It is their `loss`, or what is called so in part; of a tuple the first entry that may be
+        one; or all that is returned. Outputs without a loss of the step's samples stay as they are.
         """
-        put: Callable[[PrivateLoss], None] | None = None
-        if hasattr(outputs, "loss"):
-            found, put = outputs.loss, partial(setattr, outputs, "loss")
-        elif isinstance(outputs, Mapping):
-            found, put = outputs.get("loss"), partial(operator.setitem, outputs, "loss")
-        else:
-            found = outputs[0] if isinstance(outputs, tuple) and outputs else None
-        size = 0 if step.is_empty else step.rows
-        if not self._count or not isinstance(found, Tensor) or found.shape != (size,):
-            step.has_own_loss = (
-                isinstance(found, Tensor) and found.requires_grad and not found.dim()
-            )
-            return outputs
-        step.look_at(found)
-        loss = private(losses=found)
-        if put is None:
-            return (loss, *outputs[1:])
-        put(loss)
+        shape = () if not self._count else (0 if step.is_empty else step.rows,)
+        for place, found in _entries(outputs).items():
+            if isinstance(found, Tensor) and found.requires_grad and found.shape == shape:
+                if not self._count:
+                    step.has_own_loss = True
+                    return outputs
+                step.look_at(found)
+                loss = private(losses=found)
+                if isinstance(outputs, Tensor):
+                    return loss
+                if isinstance(outputs, tuple):
+                    entries = *outputs[:place], loss, *outputs[place + 1 :]
+                    return outputs._make(entries) if hasattr(outputs, "_make") else entries
+                if hasattr(outputs, "loss"):
+                    outputs.loss = loss
+                else:
+                    outputs[place] = loss
         return outputs
 
     def _rows(self) -> int:
@@ -113,7 +117,7 @@ class LossInNetwork:
 
     def _note_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         args, kwargs = opened((args, kwargs), batch_first=True)
-        self._batch_size = Batch(args, kwargs, batch_first=True).size
+        self._batch_size = Batch(args, kwargs, batch_first=True, constants=self._constants).size
 
     @contextmanager
     def _exchanged(self, owner: Any) -> Iterator[None]:
@@ -136,6 +140,34 @@ class LossInNetwork:
                 vars(owner).pop("_loss_function")
             else:
                 owner.loss_function = own
+
+
+def _entries(outputs: Any) -> dict[Any, Any]:
+    """Returns what may be a loss in a network's outputs, by its place."""
+    if isinstance(outputs, tuple):
+        return dict(enumerate(outputs))
+    if isinstance(outputs, Tensor):
+        return {None: outputs}
+    if hasattr(outputs, "loss"):
+        return {None: outputs.loss}
+    if not isinstance(outputs, Mapping):
+        return {}
+    if "loss" in outputs:
+        return {"loss": outputs["loss"]}
+    return {name: found for name, found in outputs.items() if "loss" in str(name)}
+
+
+def _is_of_labels(name: str) -> bool:
+    return any(part in name for part in OF_LABELS)
+
+
+def _places_of_labels(network: nn.Module) -> tuple[int, ...]:
+    """Returns the places of arguments for labels in a call of the network without names."""
+    try:
+        names = inspect.signature(network.forward).parameters
+    except (TypeError, ValueError):  # a forward that tells none
+        return ()
+    return tuple([n for n, name in enumerate(names) if _is_of_labels(name)])
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:

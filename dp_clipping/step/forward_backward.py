@@ -56,6 +56,7 @@ class ForwardBackward:
 
     Attributes:
         reader: reads the arguments of each forward.
+        constants: knows which of them have no row for each sample.
         padding: [B] bool, where the CUDA graph that is being captured reads which rows of a batch
             are no samples; None: nothing is captured.
     """
@@ -71,6 +72,7 @@ class ForwardBackward:
             self.capture, context.batch_first, joins_all=context.policy.dense_always
         )
         self._carried, self._left = self._establishment.carried, LeftInArguments()
+        self.constants = self._establishment.constants
         self.reader = InputReader(context, state, self._establishment, self.recover)
         self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
@@ -283,8 +285,8 @@ class ForwardBackward:
             self.drop()
             self.recover()
             raise
-        if samples and len(private_step.seen.leaves) > 1:
-            self._establishment.constants.note(private_step.seen)
+        if samples and self.constants.now:
+            self.constants.keep()
         self._drop_pending()
 
     def _repacking(self) -> AbstractContextManager:

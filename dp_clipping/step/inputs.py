@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.network import plain_run
-from dp_clipping.capture.samples.batch import Batch, tensors_of
+from dp_clipping.capture.samples.batch import Batch, are_samples, tensors_of
 from dp_clipping.guard.carried import Restored
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import StepState
@@ -29,6 +29,11 @@ JOINED = (
     "row i of each tensor must be of sample i, and a number in it must not be that of another row, "
     "as in graphs that are joined into one; pad them to one number of nodes, as x [batch, nodes, "
     "features] and adjacency [batch, nodes, nodes], adjacency @ x"
+)
+LISTED = (
+    "the model is given a list with an entry for each of {samples} samples, and its samples are "
+    "rows of tensors: give it a tensor [batch, ...], as torch.stack(images) of one size, and lists "
+    "of targets to the criterion alone, as criterion(model(torch.stack(images)), targets)"
 )
 OF_ZEROS = (
     "the batch has no sample, as a Poisson batch may, and the network cannot run on the row of "
@@ -89,6 +94,7 @@ class InputReader:
         self.context, self.state, self.establishment = context, state, establishment
         self.capture = context.capture
         self._recover, self.unlooked = recover, 0
+        self._expected: int | None = None
 
     def of(self, args: tuple, kwargs: dict, has_objects: bool, padding: Tensor | None) -> Inputs:
         """Returns what the arguments of a forward are.
@@ -97,9 +103,12 @@ class InputReader:
             has_objects: they hold objects beside tensors.
             padding: which rows are padding, in a CUDA graph.
         """
-        find = partial(self.establishment.batch_of, args, kwargs)
+        usage = self.state.usage
+        ticket, device = usage.ticket, self.capture.trigger.device
+        handed = usage.handed  # 0 where `rand_on_empty` has made up a sample
+        self._expected = ticket.rows or (usage.batch_size if handed is None else handed or 1)
+        find = partial(self.establishment.batch_of, args, kwargs, self._expected)
         given = batch = self.own_errors_first(find, args, kwargs)
-        ticket, device = self.state.ticket, self.capture.trigger.device
         if given.bags and ticket.rows is not None:
             raise ValueError(
                 "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
@@ -116,10 +125,10 @@ class InputReader:
                 "drop_last=True to a loader whose last batch is shorter"
             )
         if each > 1:
-            self.state.usage.refuse_parts(given.size)
+            usage.refuse_parts(given.size)
         if not given.size:
             args, kwargs = given.stand_in()
-            batch = self.establishment.batch_of(args, kwargs)
+            batch = self.establishment.batch_of_run(args, kwargs)
         seen = batch if real == given.size else batch.first(max(1, real))
         if padding is None and real < given.size:
             padding = torch.arange(batch.size, device=device) >= real
@@ -187,6 +196,8 @@ class InputReader:
                 raise
             if size and not is_lost:
                 self._as_it_is(args, kwargs, has_backward=not _is_refusal(error))
+            if any(are_samples(x, self._expected) for x in (args, *args, *kwargs.values())):
+                raise ValueError(LISTED.format(samples=self._expected)) from error
             if _is_refusal(error) or "use_reentrant=True" in str(error):
                 raise
             if not size:

@@ -57,9 +57,10 @@ OF_SOMETHING_ELSE = (
 )
 OF_OWN_LOSS = (
     "the network's own loss is reduced over the batch, and samples cannot be told apart in it: "
-    "loss = criterion(model(**batch).logits, labels); if it is another loss, "
-    "make_private(criterion=f) with an f that returns one value per sample, of the outputs that it "
-    "needs and the targets: out = model(**batch); loss = criterion((out.logits, out.mask), targets)"
+    "loss = criterion(model(**batch).logits, labels), or let forward call what it compares with "
+    "labels or targets; if it is no loss of torch.nn.functional, make_private(criterion=f) with an "
+    "f that returns one value per sample, of the outputs that it needs and the targets: out = "
+    "model(**batch); loss = criterion((out.logits, out.mask), targets)"
 )
 OF_SEVERAL = (
     "the loss is of several forwards of the private model, and a step has one: give make_private a "

@@ -117,6 +117,9 @@ def compare(run: PrivateRun, batch: Any, loss: Loss | None = None) -> Check:
     with _without_trace(model), full_float32(layers=True):
         stage = Stage(model)
         batch = changed(batch, lambda x: x.to(stage.clip_norms.device))
+        dim = 0 if stage.batch_first else 1
+        rows = [x.shape[dim] for x in tensors_of(batch, stage.batch_first) if x.dim() > dim]
+        stage.step_state.usage.batch_size = rows[0] if rows else None
         of_batch = partial(loss_of, loss, stage, run.criterion.for_model(stage))
         of_batch(batch).backward()
         _check_lengths(run, batch, loss)

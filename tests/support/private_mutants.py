@@ -70,6 +70,7 @@ OF_TENSOR = "tests/dp_clipping/layers/test_tensor_parallel.py"
 RANKS = "tests/dp_clipping/ranks/test_steps.py"
 TRAINER_SAMPLING = "tests/dp_clipping/integrations/test_trainer_sampling.py"
 LAYOUTS = "tests/dp_clipping/capture/test_layout_search.py"
+BATCH_DIMENSION = "tests/dp_clipping/contract/test_layouts.py"
 POST_TRAINING = "tests/dp_clipping/integrations/test_trl.py"
 
 ROWS = [
@@ -104,6 +105,14 @@ ROWS = [
      "by_chance"),
     ("parameters of a module meet moved rows", "layers/vmap/whole_batch.py",
      "if one.has_moved:", "if False:", LAYOUTS, "by_chance"),
+    # ---- arguments without a row for each sample
+    ("the largest argument has the samples", "capture/samples/batch.py",
+     "expected if expected in found else max(found)", "max(found)", BATCH_DIMENSION, "more_rows"),
+    ("runs on other samples take a table for rows", "capture/samples/batch.py",
+     "if key in self.now or", "if", BATCH_DIMENSION, "more_rows"),
+    ("rows that several samples have together pass", "guard/guard.py",
+     "None if batch.bags else self.constants.changed(batch)", "None", BATCH_DIMENSION,
+     "that_change"),
     # ---- what a backward keeps
     ("kept gradients are not compared before sums", "step/sums/work.py",
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",

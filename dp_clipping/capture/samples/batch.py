@@ -21,6 +21,12 @@ from dp_clipping.torch_compat import (
 from dp_clipping.trials.objects import Objects, exchanged
 
 LOOKED_AT = 32
+OTHER_VALUES = (
+    "an argument of the model has shape {shape} in a batch of {size} samples, and other values "
+    "than in an earlier batch, so it may hold what it has of several samples: give a tensor with a "
+    "row for each sample, as pad_sequence(rows, batch_first=True), or, if it is the same for all, "
+    "compute it in forward"
+)
 LEAVES = attrgetter("leaves")
 
 
@@ -56,6 +62,19 @@ def _parts(x: Any) -> Mapping[Any, Any]:
     return vars(x) if dataclasses.is_dataclass(x) and not isinstance(x, type) else {}
 
 
+def are_samples(x: Any, count: int | None) -> bool:
+    """Returns whether x is a list or tuple with an entry for each of `count` samples.
+
+    All entries have tensors of the same kinds, and some have no row for each sample.
+    """
+    if not isinstance(x, list | tuple) or len(x) != count or count == 1:
+        return False
+    entries = [tensors_of(entry) for entry in x]
+    kinds = {tuple([(y.dim(), y.dtype) for y in entry]) for entry in entries}
+    have_rows = all(any(y.dim() and len(y) == count for y in entry) for entry in entries)
+    return len(kinds) == 1 and any(entries) and not have_rows
+
+
 def hold_objects(args: tuple, kwargs: dict) -> bool:
     """Returns whether arguments of a call are more than tensors, numbers and strings."""
     return not {*map(type, args), *map(type, kwargs.values())} <= PLAIN_LEAVES
@@ -81,28 +100,47 @@ class Constants:
 
     One that had T rows in a batch of another size has none for the samples of a batch of T either.
 
+    A leaf's key is `Batch.key`.
+
     Attributes:
-        seen: a leaf -> its rows in such batches.
+        now: a key -> its rows in the last forward; it is one in runs on samples of that, too.
+        seen: a key -> its rows in batches whose losses were one for each sample.
     """
 
     def __init__(self) -> None:
+        self.now: Mapping[Hashable, int] = {}
         self.seen: dict[Hashable, set[int]] = {}
+        self._values: dict[Hashable, Tensor] = {}
 
-    def note(self, batch: "Batch") -> None:
-        """Remembers those of a batch whose losses were one for each sample."""
-        for n, x in enumerate(batch.leaves if not batch.bags else ()):
-            rows = batch.rows_of(x)
-            if rows not in (None, 0, 1, batch.size):
-                seen = self.seen.setdefault(batch.key(n), set())
-                if len(seen) < LOOKED_AT:
-                    seen.add(rows)
+    def keep(self) -> None:
+        """Remembers those of a forward whose losses were one for each sample."""
+        for key, rows in self.now.items():
+            seen = self.seen.setdefault(key, set())
+            if len(seen) < LOOKED_AT:
+                seen.add(rows)
 
     def of(self, batch: "Batch") -> frozenset[int]:
         """Returns the numbers of leaves that are such ones."""
-        leaves = enumerate(batch.leaves)
-        return frozenset(
-            [n for n, x in leaves if batch.rows_of(x) in self.seen.get(batch.key(n), ())]
-        )
+        found = []
+        for n, x in enumerate(batch.leaves):
+            key = batch.key(n)
+            if key in self.now or batch.rows_of(x) in self.seen.get(key, ()):
+                found.append(n)
+        return frozenset(found)
+
+    def changed(self, batch: "Batch") -> str | None:
+        """Returns what is wrong with one that has more rows than there are samples, if anything.
+
+        What is the same for all samples is equal in all batches, where it has the same places.
+        Rows of samples that lie one after another are not.
+        """
+        for n in batch.longer():
+            x = batch.leaves[n].detach()
+            before = self._values.setdefault(batch.key(n), x.clone())
+            parts = tuple(map(slice, map(min, x.shape, before.shape)))
+            if x.dim() != before.dim() or not torch.equal(x[parts], before[parts].to(x)):
+                return OTHER_VALUES.format(shape=tuple(x.shape), size=batch.size)
+        return None
 
 
 class Batch:
@@ -112,30 +150,37 @@ class Batch:
         args, kwargs: as the network gets them; tensors anywhere in them.
         batch_first: dimension 0 of tensors counts the samples, else dimension 1.
         bags: those of their leaves whose samples lie one after another (`bags.KnownBags`).
-        constants: remembers leaves of earlier batches without a row for each sample.
+        constants: knows leaves without a row for each sample.
+        expected: how many samples the loader has yielded, if it is known.
 
     Attributes:
         size: number of samples.
         leaves: the leaves of the arguments.
+        others: key of a leaf of no samples -> its rows; not of those that `constants` knows.
     """
 
     def __init__(
         self, args: tuple, kwargs: dict, batch_first: bool, bags: Sequence[Bags] = (),
-        constants: "Constants | None" = None,
+        constants: "Constants | None" = None, expected: int | None = None,
     ):  # fmt: skip
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
         self.bags, self._constants = tuple(bags), constants
         self.leaves, self._structure = tree_flatten((args, kwargs))
-        self._constant = constants.of(self) if constants and constants.seen else frozenset[int]()
-        self.size = self._size_of_bags() if bags else self._size()
+        is_known = constants is not None and (constants.now or constants.seen)
+        self._constant = constants.of(self) if constants and is_known else frozenset[int]()
+        self.others: dict[Hashable, int] = {}
+        self.size = self._size_of_bags() if bags else self._size(expected)
 
-    def _size(self) -> int:
+    def _size(self, expected: int | None) -> int:
         """Returns the largest batch dimension of the inputs; one of 1 is broadcast, even to 0.
+
+        What is expected comes first if an input has it: a mask [T, T] may be larger.
 
         Raises ValueError if there is no tensor.
         """
         dim = 0 if self._batch_first else 1
-        of_vectors, of_others = [], []
+        vectors: dict[int, int] = {}
+        more: dict[int, int] = {}
         for n, x in enumerate(self.leaves):
             if n in self._constant:
                 continue
@@ -145,13 +190,18 @@ class Batch:
                     "the padded tensor, x.to_padded_tensor(0), and the lengths"
                 )
             if isinstance(x, Tensor) and x.dim() == 1:
-                of_vectors.append(x.shape[0])
+                vectors[n] = x.shape[0]
             elif isinstance(x, Tensor) and x.dim():
-                of_others.append(x.shape[dim])
-        sizes = of_others or of_vectors
+                more[n] = x.shape[dim]
+        sizes = more or vectors
         if not sizes:
             raise ValueError("forward got no tensor, so there is no batch to clip samples of")
-        return max(sizes) if min(sizes) else 0
+        found = {*sizes.values()}
+        size = 0 if 0 in found else expected if expected in found else max(found)
+        for n, rows in (more | vectors).items():
+            if rows not in (0, 1, size):
+                self.others[self.key(n)] = rows
+        return size
 
     def _size_of_bags(self) -> int:
         """Returns the number of bags.
@@ -193,6 +243,14 @@ class Batch:
     def rows_of(self, x: Any) -> int | None:
         """Returns the rows of an argument; None of what has none."""
         return x.shape[self._dim(x)] if isinstance(x, Tensor) and x.dim() else None
+
+    def longer(self) -> list[int]:
+        """Returns the leaves with more rows than there are samples; vectors only among vectors."""
+        tensors = {n: x for n, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.dim()}
+        least = min(2, max([x.dim() for x in tensors.values()]))
+        return [
+            n for n, x in tensors.items() if x.dim() >= least and x.shape[self._dim(x)] > self.size
+        ]
 
     def key(self, number: int) -> Hashable:
         """Returns what identifies a leaf among those of other batches."""

@@ -36,6 +36,12 @@ TRANSFORMED = (
     "torch.func.jvp"
 )
 
+UNUSED = "appears to not have been used in the graph"
+OF_FUNCTION = (
+    "a backward of the network's own, as the torch.autograd.Function of reversible layers has it, "
+    "asks for gradients of parameters, which layers of a private step do not give: let "
+    "checkpoint(block, x, use_reentrant=False) run the block in its place"
+)
 INSTEAD = (
     "checkpoint the module as a whole where it is called, as checkpoint(self.block, x, "
     "use_reentrant=False), or let that part be a module of its own"
@@ -74,7 +80,7 @@ def recomputed(who: str) -> ValueError:
 
 
 def recomputation_of(error: BaseException, kinds: Iterable[str]) -> ValueError | None:
-    """Returns what an error of a backward means in which a checkpointed part cannot run again.
+    """Returns what an error of a backward means in which a part of the network cannot run again.
 
     Args:
         kinds: those of the captured layers; some must compute with copies of their parameters.
@@ -82,6 +88,8 @@ def recomputation_of(error: BaseException, kinds: Iterable[str]) -> ValueError |
     Returns:
         None: it is another error.
     """
+    if isinstance(error, RuntimeError) and UNUSED in str(error):
+        return ValueError(OF_FUNCTION)
     is_of_it = isinstance(error, CheckpointError) or (
         isinstance(error, RuntimeError) and ESCAPED in str(error)
     )

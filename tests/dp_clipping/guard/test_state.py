@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.engine import on_any_batches, step
 from tests.support.turns import in_turn
 
 STEPS = 5
@@ -619,3 +620,35 @@ def test_a_write_past_version_counters_is_found_in_any_run_of_a_check(what, run)
     network.run = run
     with pytest.raises(ValueError, match=what):
         model(torch.randn(4, 4))
+
+
+class MeanOfParameters(nn.Module):
+    """Predicts what a network gives whose parameters are a running mean of its own (BYOL)."""
+
+    def __init__(self, is_in_forward: bool):
+        super().__init__()
+        self.own, self.mean = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+        self.is_in_forward = is_in_forward
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for mean, own in zip(self.mean.parameters(), self.own.parameters(), strict=True):
+            mean.lerp_(own, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_in_forward:
+            self.update()
+        return self.own(x) - self.mean(-x)
+
+
+def test_a_running_mean_of_parameters_is_updated_in_the_loop():
+    with pytest.raises(ValueError, match=r"changes mean\.weight, .* in the loop, after optimizer"):
+        private(MeanOfParameters(True))(torch.randn(4, 4))
+    run = on_any_batches(
+        module=MeanOfParameters(False), criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0
+    )
+    for _ in range(3):
+        step(run)
+        before = run.model.network.mean.weight.clone()
+        run.model.network.update()
+        assert not torch.equal(before, run.model.network.mean.weight)

@@ -1,14 +1,17 @@
 """`model(**batch).loss.backward()`: each sample's gradient is the one that it has alone."""
 
 import copy
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping.losses.private_loss import PrivateLoss
+from dp_clipping.profiling.profile import NOTHING
 from tests.support.engine import build, on_any_batches
 from tests.support.language_models import (
     LANGUAGE_MODELS,
@@ -75,10 +78,18 @@ class Labelled(nn.Module):
         return self.function(self.linear(x), labels)
 
 
+Returned = namedtuple("Returned", "outputs loss")
 LABELLED = {"x": torch.randn(4, 3), "labels": torch.tensor([0, 1, 1, 0])}
 FORMS = {  # what is returned, and where the loss is in it
     "tuple": (lambda y, labels: (F.cross_entropy(y, labels), y), lambda out: out[0]),
+    "tuple, later": (lambda y, labels: (y, F.cross_entropy(y, labels), y), lambda out: out[1]),
+    "named tuple": (lambda y, z: Returned(y, F.cross_entropy(y, z)), lambda out: out.loss),
+    "alone": (F.cross_entropy, lambda out: out),
     "dict": (lambda y, labels: {"loss": F.cross_entropy(y, labels)}, lambda out: out["loss"]),
+    "dict of several": (
+        lambda y, z: {"loss_a": F.cross_entropy(y, z), "y": y, "b_loss": F.cross_entropy(-y, z)},
+        lambda out: out["loss_a"] + out["b_loss"],
+    ),
     "object": (
         lambda y, labels: SimpleNamespace(loss=F.cross_entropy(y, labels)), lambda out: out.loss
     ),
@@ -89,9 +100,87 @@ FORMS = {  # what is returned, and where the loss is in it
 @pytest.mark.parametrize("form", FORMS)
 def test_any_network_that_is_given_labels(form):
     function, loss_in = FORMS[form]
-    model, _ = made_private(Labelled(function), C=1.0)
-    loss_in(model(**LABELLED)).backward()
-    assert model.linear.weight.grad is not None
+    model, _ = made_private(Labelled(function), C=1.0, wrap_model=True)
+    for args, kwargs in (((), LABELLED), (tuple(LABELLED.values()), {})):
+        outputs = model(*args, **kwargs)
+        assert isinstance(loss_in(outputs), PrivateLoss)
+        loss_in(outputs).backward()
+        assert len(model.per_sample_gradient_norms) == 4
+        model.zero_grad()
+
+
+class Predicts(nn.Module):
+    """Returns logits and, if it is given targets, a loss of those that are not -1."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, ids, targets=None):
+        logits = self.last(self.words(ids).tanh())
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def test_a_loss_beside_logits_in_a_usual_loop():
+    """`logits, loss = model(x, y)`: a sample's loss is the mean over its own targets."""
+    ids, targets = torch.randint(7, (2, 32, 5))
+    targets[:, 2:] = targets[:, 2:].where(torch.rand(32, 3) < 0.5, -1)
+    network = Predicts()
+    run = build(
+        module=network, data_loader=DataLoader(TensorDataset(ids, targets), batch_size=8),
+        noise_multiplier=0.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    plain = copy.deepcopy(run.model)
+    for x, y in run.loader:
+        _, loss = run.model(x, y)
+        (loss / 2).backward()
+        norms = []
+        for i in range(len(x)):
+            own = torch.autograd.grad(plain(x[i : i + 1], y[i : i + 1])[1], [*plain.parameters()])
+            norms.append(torch.cat([g.flatten() for g in own]).norm() / 2)
+        torch.testing.assert_close(run.model.per_sample_gradient_norms, torch.stack(norms))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        plain = copy.deepcopy(run.model)
+    assert run.model(x)[1] is None
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+def test_what_is_called_labels_and_makes_no_loss_is_not_looked_at_again():
+    network = Labelled(lambda y, labels: y * labels[:, None])
+    run = on_any_batches(module=network, batch_size=4, noise_multiplier=0.0)
+    for _ in range(2):
+        run.criterion(run.model(*LABELLED.values()), LABELLED["labels"]).backward()
+        run.model.zero_grad()
+    assert run.model.loss_in_network.per_sample(tuple(LABELLED.values()), {}) is NOTHING
+
+
+class WithTable(nn.Module):
+    """Compares outputs with the rows of a table, an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, table, labels):
+        return F.cross_entropy(self.linear(x) @ table.T, labels), table
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+def test_an_argument_with_more_rows_than_the_batch():
+    network = WithTable()
+    plain = copy.deepcopy(network)
+    model, optimizer = made_private(network, C=1.0)
+    x, table, labels = torch.randn(5, 3), torch.randn(7, 2), torch.arange(5)
+    model(x, table, labels=labels)[0].backward()
+    norms = []
+    for i in range(5):
+        plain.zero_grad()
+        plain(x[i : i + 1], table, labels[i : i + 1])[0].backward()
+        norms.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).norm())
+    torch.testing.assert_close(optimizer.model.per_sample_gradient_norms, torch.stack(norms))
 
 
 class Forecast(nn.Module):
@@ -165,12 +254,14 @@ def test_a_loss_that_sees_other_samples_is_refused():
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
 def test_a_loss_of_other_arithmetic_says_which_call_works():
     def other(y, labels):
-        return SimpleNamespace(loss=-y.log_softmax(1).gather(1, labels[:, None]).mean())
+        return -y.log_softmax(1).gather(1, labels[:, None]).mean()
 
-    model, _ = made_private(Labelled(other))
-    loss = model(**LABELLED).loss
-    with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)"):
-        loss.backward()
+    forms = {lambda y: SimpleNamespace(loss=y): lambda out: out.loss, lambda y: y: lambda out: out}
+    for put, loss_in in forms.items():
+        model, _ = made_private(Labelled(lambda *args, put=put: put(other(*args))))
+        loss = loss_in(model(**LABELLED))
+        with pytest.raises(RuntimeError, match=r"loss = criterion\(model\(\*\*batch\)"):
+            loss.backward()
 
 
 class Masked(nn.Module):

@@ -295,6 +295,48 @@ def test_a_call_that_needs_all_of_its_rows_is_refused_in_words(do, others, messa
         private(network, "bookkeeping")(x, *others)
 
 
+BOXES = [{"boxes": torch.rand(n, 5), "kinds": torch.zeros(n).long()} for n in (1, 2, 3, 4, 7, 4)]
+LISTED = {  # what the network computes, and its arguments: a list has an entry for each sample
+    "images": (lambda images: torch.stack(images), ([torch.ones(5)] * 6,)),
+    "all arguments": (lambda *images: torch.stack(images), [torch.ones(5)] * 6),
+    "in a dict": (lambda x, boxes: x + torch.stack([b["boxes"].mean(0) for b in boxes]),
+                  (torch.ones(6, 5), BOXES)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("do", "args"), LISTED.values(), ids=LISTED)
+def test_a_list_of_samples_is_refused_in_words(do, args):
+    Calls(do)(*args)
+    model = private(Calls(do), "bookkeeping")
+    model.step_state.usage.hand_over(Ticket(samples=6))
+    with pytest.raises(
+        ValueError, match=r"a list with an entry for each of 6 .*torch\.stack\(images"
+    ):
+        model(*args)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 6])
+def test_a_list_of_targets_for_the_criterion(samples):
+    """Also where one of them has as many rows as there are samples."""
+    model = private(Calls(), "bookkeeping")
+
+    def of_boxes(y, boxes):
+        return torch.stack(
+            [(a - b["boxes"][:, :3]).square().mean() for a, b in zip(y, boxes, strict=True)]
+        )
+
+    x, boxes = torch.randn(samples, 5), BOXES[:samples]
+    criterion = PrivateCriterion(model, of_boxes, "mean")
+    criterion(model(x), boxes).backward()
+    plain, norms = zoo.seeded(Calls), []
+    plain.load_state_dict(model.network.state_dict())
+    for i in range(samples):
+        plain.zero_grad()
+        of_boxes(plain(x[i : i + 1]), boxes[i : i + 1]).sum().backward()
+        norms.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).norm())
+    torch.testing.assert_close(model.per_sample_gradient_norms, torch.stack(norms))
+
+
 def test_graphs_that_are_padded_train():
     def padded(x, adjacency):
         return (x + adjacency @ x).sum(1)

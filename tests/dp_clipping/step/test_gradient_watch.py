@@ -28,6 +28,23 @@ class ComputedAgain(torch.autograd.Function):
         return x.grad, None
 
 
+class AsksForAll(ComputedAgain):
+    """The same with gradients of parameters as results, which are arguments of it."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        return ComputedAgain.forward(ctx, x, layer)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            of = [x, *ctx.layer.parameters()]
+            of_x, *others = torch.autograd.grad(ctx.layer(x), of, gradient)
+        return of_x, None, *others
+
+
 class Reversible(nn.Module):
     def __init__(self, is_frozen, again):
         super().__init__()
@@ -41,6 +58,8 @@ class Reversible(nn.Module):
 
 @pytest.mark.parametrize("way", ["freeze", "checkpoint", None, "after what is frozen"])
 def test_a_backward_of_the_network_s_own_is_named(way):
+    """What the message says instead, a checkpoint, works."""
+
     def again(x, layer):
         if way == "checkpoint":
             return checkpoint(layer, x, use_reentrant=False)
@@ -58,5 +77,19 @@ def test_a_backward_of_the_network_s_own_is_named(way):
         loss.backward()
         assert model.first.weight.grad.abs().sum() > 0
         return
-    with pytest.raises(RuntimeError, match=r"as reversible layers do.* middle\.weight, unclipped"):
+    match = r"reversible layers do: let checkpoint\(block.* middle\.weight, unclipped"
+    with pytest.raises(RuntimeError, match=match):
         loss.backward()
+
+
+def test_a_backward_of_the_network_s_own_that_asks_for_parameters_is_named():
+    """PyTorch's own error says `allow_unused=True`, with which nothing would train them."""
+    network = Reversible(False, lambda x, one: AsksForAll.apply(x, one, *one.parameters()))
+    x = torch.randn(4, 4)
+    network(x).sum().backward()
+    assert network.middle.weight.grad is not None
+    network.zero_grad()
+    model = private(network, "bookkeeping")
+    criterion = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")
+    with pytest.raises(ValueError, match=r"reversible layers has it.* let checkpoint\(block, x"):
+        criterion(model(x), torch.arange(4)).backward()

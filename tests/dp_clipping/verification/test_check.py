@@ -76,6 +76,29 @@ def test_networks(case):
         assert report.ok, report
 
 
+class WithTable(nn.Module):
+    """Compares outputs with the rows of a table, an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x, table):
+        return self.linear(x) @ table.T
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+def test_an_argument_without_a_row_for_each_sample(rows):
+    run, table = private(zoo.seeded(WithTable)), torch.randn(rows, 2)
+    batch = zoo.numbers(SIZE, 6, out=(rows,))
+
+    def loss(model, criterion, batch):
+        return criterion(model(batch[0], table), batch[1])
+
+    report = run.engine.check(run.model, batch, loss=loss)
+    assert report.ok, report
+
+
 def rounded_by_batch(net: zoo.Net, x: Tensor) -> Tensor:
     """Rounds a batch of one otherwise in float32, as libraries do that choose kernels by shape.
 

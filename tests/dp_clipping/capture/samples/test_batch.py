@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_clipping.capture.samples.batch import Batch, Constants, map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import (
+    Batch,
+    Constants,
+    are_samples,
+    map_tensors,
+    tensors_of,
+)
+
+TABLE = torch.arange(8.0).view(4, 2)
 
 
 @dataclass
@@ -84,18 +92,86 @@ def test_an_empty_batch_has_a_row_that_goes_again():
     assert batch.without_rows({"y": torch.ones(1, 5)})["y"].shape == (0, 5)
 
 
+@pytest.mark.parametrize(
+    ("x", "is_listed"),
+    [
+        ([rows(1), rows(1)], True), ((rows(1, 2, 3), rows(1)), True),
+        ([{"a": rows(1), "b": 2}, {"a": rows(1, 2), "b": 3}], True),
+        ([rows(1, 2), rows(1, 2), rows(1)], False), ([TABLE[:2], TABLE[:2]], False),
+        ([rows(1), rows(1.0)], False), ([1, 2], False), (torch.ones(2, 3), False),
+    ],
+)  # fmt: skip
+def test_a_list_of_samples(x, is_listed):
+    assert are_samples(x, 2) is is_listed
+    assert not are_samples(x, None)
+
+
+def test_what_is_expected_comes_before_what_is_largest():
+    mask = torch.ones(7, 7)
+
+    def size(expected, *args):
+        return Batch(args, {}, True, expected=expected).size
+
+    assert size(3, torch.ones(3, 2), mask) == size(3, mask, torch.ones(3, 2)) == 3
+    assert size(1, torch.ones(1, 2), mask) == 1
+    assert size(5, torch.ones(0, 2), mask) == 0
+    assert size(5, torch.ones(3, 2), mask) == size(None, torch.ones(3, 2), mask) == 7
+    batch = Batch((torch.ones(3, 2), mask, mask[0], 2), {}, True, expected=3)
+    assert batch.others == {batch.key(1): 7, batch.key(2): 7}
+
+
 def test_rows_of_a_batch_of_another_size_are_of_no_sample():
     constants, table = Constants(), torch.ones(3, 2)
 
     def found(size, *others, **named):
-        return Batch((torch.ones(size, 2), *others), named, True, constants=constants)
+        args = torch.ones(size, 2), *others
+        return Batch(args, named, True, constants=constants, expected=size)
+
+    def run(batch):
+        constants.now = batch.others
 
     assert len(found(3, table).rows()) == 2
-    constants.note(found(3, table))
-    constants.note(found(5, torch.ones(1, 2), torch.ones(5, 2)))
+    run(found(5, table))
+    assert len(found(3, table).rows()) == len(found(2, table[:2]).rows()) == 1  # in other runs
+    assert found(5, table).first(2).size == 2  # it is not the largest one either
+    run(found(3, table))
+    constants.keep()
+    assert not constants.seen  # the losses of the batch before were others
+    run(found(5, torch.ones(1, 2), torch.ones(5, 2)))
+    constants.keep()
     assert len(found(3, table).rows()) == 2
-    constants.note(found(5, table))
+    run(found(5, table))
+    constants.keep()
+    constants.now = {}
     assert len(found(3, table).rows()) == 1
-    assert found(2, table).size == 2  # it is not the largest one either
+    assert found(2, table).size == 2
     assert len(found(3, named=table).rows()) == 2  # another argument
     assert len(found(5, torch.ones(5, 2)).rows()) == 2
+
+
+@pytest.mark.parametrize(
+    ("later", "is_refused"),
+    [
+        (TABLE, False), (TABLE[:3], False), (torch.cat((TABLE, TABLE)), False),
+        (TABLE + 1, True), (TABLE[1:], True), (TABLE[:2] + 1, False),
+    ],
+)  # fmt: skip
+def test_more_rows_than_samples_are_the_same_in_all_batches(later, is_refused):
+    constants = Constants()
+
+    def changed(x):
+        return constants.changed(Batch((torch.ones(2, 3), x), {}, True, expected=2))
+
+    assert changed(TABLE) is None
+    assert ("other values" in (changed(later) or "")) is is_refused
+
+
+def test_vectors_are_compared_beside_vectors_alone():
+    for x, is_refused in ((torch.ones(2, 3), False), (torch.ones(2), True)):
+        constants = Constants()
+        found = [
+            constants.changed(Batch((x, y), {}, True, expected=2))
+            for y in (torch.zeros(4), torch.ones(4))
+        ]
+        assert found[0] is None
+        assert (found[1] is not None) is is_refused
