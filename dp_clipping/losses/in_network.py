@@ -89,10 +89,10 @@ class LossInNetwork:
         Outputs in which there is no loss of the step's samples are returned as they are.
         """
         put: Callable[[PrivateLoss], None] | None = None
-        if hasattr(outputs, "loss"):
-            found, put = outputs.loss, partial(setattr, outputs, "loss")
-        elif isinstance(outputs, Mapping):
+        if isinstance(outputs, Mapping):
             found, put = outputs.get("loss"), partial(operator.setitem, outputs, "loss")
+        elif hasattr(outputs, "loss"):
+            found, put = outputs.loss, partial(setattr, outputs, "loss")
         else:
             found = outputs[0] if isinstance(outputs, tuple) and outputs else None
         size = 0 if step.is_empty else step.rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers.batch_layout import rows_of_bags
-from dp_clipping.torch_compat import tree_flatten
+from dp_clipping.trials.trees import opened
 
 ROWS = "give it ids [batch, tokens], padded with padding_idx, which no bag counts"
 UNMATCHED = (
@@ -127,7 +127,7 @@ class KnownBags:
         Raises:
             ValueError: the arguments do not determine a layer's bags, or they have no arithmetic.
         """
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = opened((args, kwargs))[0]
         found: list[Bags] = []
         with ExitStack() as stack:
             for name, module in self._modules:
@@ -159,7 +159,7 @@ def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
 
 
 def _key(args: tuple, kwargs: dict) -> Hashable:
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = opened((args, kwargs))
     return structure, *(x.dim() if isinstance(x, Tensor) else None for x in leaves)
 
 
