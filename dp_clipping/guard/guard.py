@@ -29,6 +29,7 @@ from dp_clipping.capture.samples.batch import (
     tensors_of,
 )
 from dp_clipping.capture.samples.padded import padded_samples
+from dp_clipping.capture.samples.trees import opened
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
@@ -86,7 +87,7 @@ class LayoutDiscovery:
     def __init__(self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False):
         network, sharding = capture.network, capture.sharding
         self._capture, self._batch_first, self._sharding = capture, batch_first, sharding
-        self._bags, self.constants = KnownBags(network), Constants()
+        self._bags, self.constants = KnownBags(network, opened), Constants()
         if capture.state is None:
             capture.state = State(network, sharding is not None)
         self.carried = Carried(capture.state, self._forward_and_backward, self._batch)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from dp_clipping.trials.holders import held_by
 from dp_clipping.trials.randomness import RandomStates
-from dp_clipping.trials.trees import held_by
 
 LENGTHS = 8  # samples that are collated alone
 SIZES = 256  # samples whose sizes are looked at

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from dp_clipping.trials.trees import held_by, holding
+from dp_clipping.trials.holders import held_by, holding
 
 
 class CollateWithEmpty:

@@ -24,10 +24,10 @@ from dp_clipping.sampling.alone import (
     collated_alone,
     copied,
 )
+from dp_clipping.trials.holders import held_by
 from dp_clipping.trials.perturb import Perturbed, replaced
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
-from dp_clipping.trials.trees import held_by
 from dp_clipping.trials.values import copied_bytes
 
 LOOKED_AT = 4

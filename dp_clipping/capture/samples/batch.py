@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.torch_compat import PLAIN_LEAVES, tree_leaves
+from dp_clipping.capture.samples.trees import closed, opened
+from dp_clipping.torch_compat import PLAIN_LEAVES, tree_flatten, tree_leaves
 from dp_clipping.trials.objects import Objects, exchanged
-from dp_clipping.trials.trees import closed, opened
 
 LOOKED_AT = 32
 LEAVES = attrgetter("leaves")
@@ -25,7 +25,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns every tensor in the tree, also in what PyTorch does not open, as `map_tensors`."""
-    return [x for x in opened(tree)[0] if isinstance(x, Tensor)]
+    found = []
+    for x in opened(tree)[0]:  # a comprehension is a call
+        if isinstance(x, Tensor):
+            found.append(x)
+    return found
 
 
 def hold_objects(args: tuple, kwargs: dict) -> bool:
@@ -97,7 +101,9 @@ class Batch:
     ):  # fmt: skip
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
         self.bags, self._constants = tuple(bags), constants
-        self.leaves, self._structure = opened((args, kwargs))
+        self.leaves, self._structure = tree_flatten((args, kwargs))
+        if not PLAIN_LEAVES.issuperset(map(type, self.leaves)):
+            self.leaves, self._structure = opened((args, kwargs))
         self._constant = constants.of(self) if constants and constants.seen else frozenset[int]()
         self.size = self._size_of_bags() if bags else self._size()
 

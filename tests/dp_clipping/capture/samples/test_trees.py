@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dp_clipping.trials.trees import closed, opened
+from dp_clipping.capture.samples.trees import closed, opened
 
 
 @dataclass

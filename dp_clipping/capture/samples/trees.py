@@ -4,12 +4,14 @@ PyTorch opens tuples, lists, dicts and what is registered with it. Other mapping
 `BatchEncoding` is one, and dataclasses are opened here.
 """
 
-import copy
-import dataclasses
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from dp_clipping.torch_compat import PLAIN_LEAVES, tree_flatten, tree_unflatten
+from dp_clipping.trials.holders import held_by, holding
 
 
 def opened(tree: Any) -> tuple[list[Any], Any]:
@@ -18,12 +20,12 @@ def opened(tree: Any) -> tuple[list[Any], Any]:
     Two structures are equal if their trees have the same containers and keys.
     """
     leaves, structure = tree_flatten(tree)
-    if all(map(PLAIN_LEAVES.__contains__, map(type, leaves))):
+    if PLAIN_LEAVES.issuperset(map(type, leaves)):
         return leaves, structure
     found: list[Any] = []
     holders: list[_Holder | None] = []
     for x in leaves:
-        held = {} if type(x) in PLAIN_LEAVES else held_by(x)
+        held = {} if isinstance(x, Tensor) else held_by(x)
         if held:
             inner, parts = opened(list(held.values()))
             holders.append(_Holder(x, tuple(held), parts))
@@ -43,27 +45,6 @@ def closed(leaves: Iterable[Any], structure: Any) -> Any:
         [next(left) if one is None else one.with_parts(left) for one in structure.holders],
         structure.outer,
     )
-
-
-def held_by(x: Any) -> dict[Any, Any]:
-    """Returns what a mapping or a dataclass holds; {} for anything else."""
-    if isinstance(x, MutableMapping):
-        return dict(x)
-    if not dataclasses.is_dataclass(x) or isinstance(x, type):
-        return {}
-    names = [one.name for one in dataclasses.fields(x) if hasattr(x, one.name)]
-    return {name: getattr(x, name) for name in dict.fromkeys([*names, *getattr(x, "__dict__", ())])}
-
-
-def holding(x: Any, held: dict[Any, Any]) -> Any:
-    """Returns a copy of a mapping or a dataclass that holds other things."""
-    made = copy.copy(x)
-    for key, value in held.items():
-        if isinstance(made, MutableMapping):
-            made[key] = value
-        else:
-            object.__setattr__(made, key, value)  # it may be frozen
-    return made
 
 
 class _Holder:
@@ -90,7 +71,7 @@ class _Holder:
         return holding(self._empty, dict(held))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Opened:
     """A structure of PyTorch's, some leaves of which are opened.
 
