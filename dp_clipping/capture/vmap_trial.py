@@ -34,6 +34,7 @@ from dp_clipping.torch_compat import (
     is_in_backward,
     is_passed_on,
     tensors_in,
+    tree_leaves,
 )
 from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
@@ -218,7 +219,8 @@ class _Trial:
             found = (self._on_whole_batch if is_whole else self._under_vmap)(module, layouts, given)
             if found is not None:
                 with replaced(module, _tied(module, own) if is_whole else {}):
-                    outputs = tensors_in(self._plain(module, *given()))
+                    made = self._plain(module, *given())
+                    outputs = tensors_in(made)
                     samples = range(self._size) if is_whole else [None]
                     wanted = [_gradients(outputs, layouts, own, self._size, n) for n in samples]
                 is_random = states.have_moved
@@ -229,7 +231,7 @@ class _Trial:
         if found is None:
             return self._plain(module, args, kwargs)
         results, gradients = found
-        is_same = _are_close(results, outputs)
+        is_same = _are_close(results, _values(made))
         if is_whole:
             each = [torch.stack(one) for one in zip(*wanted, strict=True)]
             if not (is_same and _are_close(gradients, each)):
@@ -257,8 +259,8 @@ class _Trial:
         copies = {n: x.clone().requires_grad_() for n, x in self._copies(module).items()}
         call = Call(handle.title(module), self._size, handle.operations or {})
         try:
-            found = tensors_in(on_whole_batch(module, call, copies, *given()))
-            return found, _gradients(found, layouts, copies, self._size)
+            made = on_whole_batch(module, call, copies, *given())
+            return _values(made), _gradients(tensors_in(made), layouts, copies, self._size)
         except Exception as error:
             self._give_up(handle, error)
         return None
@@ -275,18 +277,18 @@ class _Trial:
         while True:
             copies, is_compiled = self._copies(module), self._capture.is_compiled or None
             try:
-                found = tensors_in(every_sample(module, copies, self._size, *given(), is_compiled))
+                made = every_sample(module, copies, self._size, *given(), is_compiled)
             except Exception as error:
                 if isinstance(error, ValueError) or is_passed_on(error):
                     raise
                 return None
             try:
-                return found, _gradients(found, layouts, copies, self._size)
+                return _values(made), _gradients(tensors_in(made), layouts, copies, self._size)
             except Exception as error:  # what a backward computes again has lost its copies
                 if is_passed_on(error):
                     raise
                 if handle.one_by_one:
-                    return found, list(map(torch.ones_like, copies.values()))
+                    return _values(made), list(map(torch.ones_like, copies.values()))
                 if not may_loop(module):
                     raise recomputed(handle.title(module)) from error
                 handle.one_by_one = reason_of(error)
@@ -370,6 +372,12 @@ def _learns(handle: LayerState, few: list[list[Noted]], more: list[list[Noted]])
     except UnknownOperation as error:
         handle.whole_because = _why(error)
     return True
+
+
+def _values(made: Any) -> list[Tensor]:
+    """Returns the tensors of what a module returns, and its numbers, as a count of rows is one."""
+    numbers = [x for x in tree_leaves(made) if isinstance(x, int | float)]
+    return [*tensors_in(made), *map(torch.tensor, map(float, numbers))]
 
 
 def _are_close(found: list[Tensor], wanted: list[Tensor]) -> bool:

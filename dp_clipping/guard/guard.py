@@ -25,10 +25,12 @@ from dp_clipping.capture.samples.batch import (
     Batch,
     Constants,
     hold_objects,
+    map_tensors,
     refuse_iterators,
     tensors_of,
 )
 from dp_clipping.capture.samples.padded import padded_samples
+from dp_clipping.capture.samples.trees import opened
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
@@ -38,7 +40,7 @@ from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
-from dp_clipping.torch_compat import tensors_in, tree_map
+from dp_clipping.torch_compat import tensors_in
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.schedule import Schedule
 
@@ -86,7 +88,7 @@ class LayoutDiscovery:
     def __init__(self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False):
         network, sharding = capture.network, capture.sharding
         self._capture, self._batch_first, self._sharding = capture, batch_first, sharding
-        self._bags, self.constants = KnownBags(network), Constants()
+        self._bags, self.constants = KnownBags(network, opened), Constants()
         if capture.state is None:
             capture.state = State(network, sharding is not None)
         self.carried = Carried(capture.state, self._forward_and_backward, self.batch_of_run)
@@ -388,13 +390,9 @@ class LayoutDiscovery:
         source = sizes.index(largest)
         given = [None]
         if dist.get_rank(everyone) == source:
-            given = [_moved(self._arguments(batch), torch.device("cpu"))]
+            given = [map_tensors(Tensor.cpu, self._arguments(batch))]
         dist.broadcast_object_list(given, group=everyone, group_src=source)
         device = self._capture.trigger.device
         with same_randomness(device=device):
             torch.manual_seed(0)  # random numbers of the network must not make ranks differ
-            self._look(_moved(given[0], device), largest)
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)
+            self._look(map_tensors(lambda x: x.to(device), given[0]), largest)

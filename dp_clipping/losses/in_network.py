@@ -16,7 +16,7 @@ not reach into compiled code.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -106,10 +106,10 @@ class LossInNetwork:
                 if isinstance(outputs, tuple):
                     entries = *outputs[:place], loss, *outputs[place + 1 :]
                     return outputs._make(entries) if hasattr(outputs, "_make") else entries
-                if hasattr(outputs, "loss"):
-                    outputs.loss = loss
-                else:
+                if isinstance(outputs, MutableMapping):
                     outputs[place] = loss
+                else:
+                    outputs.loss = loss
         return outputs
 
     def _rows(self) -> int:
@@ -148,10 +148,8 @@ def _entries(outputs: Any) -> dict[Any, Any]:
         return dict(enumerate(outputs))
     if isinstance(outputs, Tensor):
         return {None: outputs}
-    if hasattr(outputs, "loss"):
-        return {None: outputs.loss}
-    if not isinstance(outputs, Mapping):
-        return {}
+    if not isinstance(outputs, MutableMapping):
+        return {None: getattr(outputs, "loss", None)}
     if "loss" in outputs:
         return {"loss": outputs["loss"]}
     return {name: found for name, found in outputs.items() if "loss" in str(name)}

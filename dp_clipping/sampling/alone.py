@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from dp_clipping.trials.holders import held_by
 from dp_clipping.trials.randomness import RandomStates
 
 LENGTHS = 8  # samples that are collated alone
@@ -148,7 +149,7 @@ def beside(whole: Any, one: Any) -> Iterator[tuple[Tensor, Tensor]]:
         for entries in zip(whole, one, strict=True):
             yield from beside(*entries)
     elif is_dataclass(whole) and type(whole) is type(one):
-        for name, value in vars(whole).items():
+        for name, value in held_by(whole).items():
             yield from beside(value, getattr(one, name))
 
 
@@ -204,5 +205,5 @@ def size_of(sample: Any) -> int:
     if isinstance(sample, list | tuple):
         return sum(map(size_of, sample))
     if is_dataclass(sample) and not isinstance(sample, type):
-        return sum(map(size_of, vars(sample).values()))
+        return sum(map(size_of, held_by(sample).values()))
     return 1

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from dp_clipping.trials.holders import held_by, holding
+
 
 class CollateWithEmpty:
     """A collate function that also makes a batch of no samples: `empty`, made once.
@@ -136,19 +138,18 @@ def _zeros(entry: Any) -> Any:
 
 def _map_entries(function: Callable[..., Any], one: Any, *others: Any) -> Any:
     """Returns a container with `function` applied to its entries; a plain value as it is."""
-    if isinstance(one, Mapping):
-        entries = {key: function(one[key], *(other[key] for other in others)) for key in one}
-        if not isinstance(one, MutableMapping):
-            return type(one)(entries)
-        result = copy.copy(one)  # keeps what else such a class holds, e.g. a BatchEncoding
-        result.update(entries)
-        return result
+    if isinstance(one, Mapping) and not isinstance(one, MutableMapping):
+        return type(one)({key: function(one[key], *(x[key] for x in others)) for key in one})
+    if held := held_by(one):
+        rest = list(map(held_by, others))
+        return holding(one, {key: function(x, *(y[key] for y in rest)) for key, x in held.items()})
     if isinstance(one, list | tuple):
         entries = [function(*entry) for entry in zip(one, *others, strict=True)]
         return type(one)(*entries) if hasattr(one, "_fields") else type(one)(entries)
-    if one is None or isinstance(one, int | float | complex | str | bytes | np.generic | Tensor):
+    plain = int | float | complex | str | bytes | np.generic | Tensor | MutableMapping
+    if one is None or isinstance(one, plain):
         return one
     raise ValueError(
         f"collate_fn makes a {type(one).__name__}, and what no samples look like is not known of "
-        "it: make tensors, arrays, numbers, strings or None, in dicts, lists or tuples"
+        "it: make tensors, arrays, numbers, strings or None, in dicts, lists, tuples or dataclasses"
     )

@@ -7,6 +7,7 @@ side by side are one unit of privacy, the rows must have the samples' order, too
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from dp_clipping.sampling.alone import (
     collated_alone,
     copied,
 )
+from dp_clipping.trials.holders import held_by
 from dp_clipping.trials.perturb import Perturbed, replaced
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
@@ -337,6 +339,8 @@ def _growing(
         for key in one:
             if key in two and key in batch:
                 yield from _growing(one[key], two[key], batch[key], dim, f"{path}[{key!r}]")
+    elif is_dataclass(one):
+        yield from _growing(held_by(one), held_by(two), held_by(batch), dim, path)
     elif isinstance(one, list | tuple) and len(one) != len(two):
         yield path, [_row(x) for x in batch]
     elif isinstance(one, list | tuple):

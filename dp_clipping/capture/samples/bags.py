@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.layers.batch_layout import rows_of_bags
-from dp_clipping.torch_compat import tree_flatten
 
 ROWS = "give it ids [batch, tokens], padded with padding_idx, which no bag counts"
 UNMATCHED = (
@@ -101,9 +100,14 @@ def place_of(x: Tensor, leaves: list[Any]) -> int | None:
 
 
 class KnownBags:
-    """The known bags of a network, by the structure of its arguments."""
+    """The known bags of a network, by the structure of its arguments.
 
-    def __init__(self, network: nn.Module):
+    Args:
+        flatten: a tree of arguments -> its leaves and its structure, as a `Batch` has them.
+    """
+
+    def __init__(self, network: nn.Module, flatten: Callable[[Any], tuple[list[Any], Any]]):
+        self._flatten = flatten
         modules = network.named_modules()
         self._modules = [(name, m) for name, m in modules if isinstance(m, nn.EmbeddingBag)]
         self._known: dict[Hashable, tuple[Bags, ...]] = {}
@@ -111,9 +115,13 @@ class KnownBags:
     def forget(self) -> None:
         self._known.clear()
 
+    def _key(self, args: tuple, kwargs: dict) -> Hashable:
+        leaves, structure = self._flatten((args, kwargs))
+        return structure, *(x.dim() if isinstance(x, Tensor) else None for x in leaves)
+
     def of(self, args: tuple, kwargs: dict) -> tuple[Bags, ...] | None:
         """Returns the bags in these arguments; None if no such arguments have been seen."""
-        return self._known.get(_key(args, kwargs)) if self._modules else ()
+        return self._known.get(self._key(args, kwargs)) if self._modules else ()
 
     def learn(
         self, args: tuple, kwargs: dict, run: Callable[..., Any], is_empty: bool = False
@@ -127,7 +135,7 @@ class KnownBags:
         Raises:
             ValueError: the arguments do not determine a layer's bags, or they have no arithmetic.
         """
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = self._flatten((args, kwargs))[0]
         found: list[Bags] = []
         with ExitStack() as stack:
             for name, module in self._modules:
@@ -145,7 +153,7 @@ class KnownBags:
                     "two ways, so whose they are cannot be told: give each layer ids and offsets "
                     "of its own"
                 )
-        self._known[_key(args, kwargs)] = bags
+        self._known[self._key(args, kwargs)] = bags
 
 
 def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
@@ -156,11 +164,6 @@ def refuse_offsets(module: nn.EmbeddingBag, args: tuple, kwargs: dict) -> None:
             "EmbeddingBag is called with offsets in a sharded network, where samples need a row "
             "each: give it ids [batch, tokens], padded with padding_idx, which no bag counts"
         )
-
-
-def _key(args: tuple, kwargs: dict) -> Hashable:
-    leaves, structure = tree_flatten((args, kwargs))
-    return structure, *(x.dim() if isinstance(x, Tensor) else None for x in leaves)
 
 
 def _note(

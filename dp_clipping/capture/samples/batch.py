@@ -1,8 +1,6 @@
 """The samples in a forward's arguments: how many there are, and arguments with others of them."""
 
-import copy
-import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -11,13 +9,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.samples.bags import Bags
-from dp_clipping.torch_compat import (
-    PLAIN_LEAVES,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from dp_clipping.capture.samples.trees import closed, opened
+from dp_clipping.torch_compat import PLAIN_LEAVES, tree_flatten, tree_leaves
 from dp_clipping.trials.objects import Objects, exchanged
 
 LOOKED_AT = 32
@@ -32,34 +25,17 @@ LEAVES = attrgetter("leaves")
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Returns the tree with every tensor changed, also in dataclasses and unknown mappings."""
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return change(x)
-        if not (held := _parts(x)):
-            return x
-        made = copy.copy(x)
-        parts = made if held is x else vars(made)
-        for key, value in held.items():
-            parts[key] = map_tensors(change, value)
-        return made
-
-    return tree_map(leaf, tree)
+    leaves, structure = opened(tree)
+    return closed([change(x) if isinstance(x, Tensor) else x for x in leaves], structure)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns every tensor in the tree, also in what PyTorch does not open, as `map_tensors`."""
-    found: list[Tensor] = []
-    for x in tree_leaves(tree):
-        found += [x] if isinstance(x, Tensor) else tensors_of(list(_parts(x).values()))
+    found = []
+    for x in opened(tree)[0]:  # a comprehension is a call
+        if isinstance(x, Tensor):
+            found.append(x)
     return found
-
-
-def _parts(x: Any) -> Mapping[Any, Any]:
-    """Returns what a mapping or a dataclass holds; {} for anything else."""
-    if isinstance(x, MutableMapping):
-        return x
-    return vars(x) if dataclasses.is_dataclass(x) and not isinstance(x, type) else {}
 
 
 def are_samples(x: Any, count: int | None) -> bool:
@@ -166,6 +142,8 @@ class Batch:
         self.args, self.kwargs, self._batch_first = args, kwargs, batch_first
         self.bags, self._constants = tuple(bags), constants
         self.leaves, self._structure = tree_flatten((args, kwargs))
+        if not PLAIN_LEAVES.issuperset(map(type, self.leaves)):
+            self.leaves, self._structure = opened((args, kwargs))
         is_known = constants is not None and (constants.now or constants.seen)
         self._constant = constants.of(self) if constants and is_known else frozenset[int]()
         self.others: dict[Hashable, int] = {}
@@ -195,7 +173,10 @@ class Batch:
                 more[n] = x.shape[dim]
         sizes = more or vectors
         if not sizes:
-            raise ValueError("forward got no tensor, so there is no batch to clip samples of")
+            raise ValueError(
+                "forward got no tensor, so there is no batch to clip samples of: give tensors "
+                "themselves, or in tuples, lists, dicts or dataclasses, as model(batch.x, batch.y)"
+            )
         found = {*sizes.values()}
         size = 0 if 0 in found else expected if expected in found else max(found)
         for n, rows in (more | vectors).items():
@@ -276,7 +257,7 @@ class Batch:
         """
         leaves = [change(n, *one) for n, one in enumerate(self._opened)]
         bags = {n: x for one in self.bags for n, x in one.closed(leaves).items()}
-        return tree_unflatten([bags.get(n, x) for n, x in enumerate(leaves)], self._structure)
+        return closed([bags.get(n, x) for n, x in enumerate(leaves)], self._structure)
 
     def with_samples(self, count: int) -> tuple[tuple, dict]:
         """Returns arguments of the first `count` samples, repeated if there are fewer."""
@@ -355,7 +336,7 @@ class Batch:
 
         `without_rows` gives them their own tensors back.
         """
-        new = tree_leaves(self.with_a_row_of_zeros())
+        new = opened(self.with_a_row_of_zeros())[0]
         pairs = zip(self.leaves, new, strict=True)
         changed = [(old, x) for old, x in pairs if isinstance(old, Tensor) and old is not x]
         self._objects = Objects(self.args, self.kwargs)
@@ -367,8 +348,8 @@ class Batch:
     def without_rows(self, output: Any) -> Any:
         """Returns a network's output without the row of `stand_in`; objects hold none either."""
 
-        def leaf(y: Any) -> Any:
-            if not isinstance(y, Tensor) or not y.dim():
+        def leaf(y: Tensor) -> Tensor:
+            if not y.dim():
                 return y
             dim = self._dim(y)
             return y.narrow(dim if y.shape[dim] == 1 else 0, 0, 0)
@@ -376,4 +357,4 @@ class Batch:
         now = Objects(self.args, self.kwargs)
         left = now.left_since(self._objects)
         now.show({id(x): self._shown.get(id(x), leaf(x)) for x in left})
-        return tree_map(leaf, output)
+        return map_tensors(leaf, output)

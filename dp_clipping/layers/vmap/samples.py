@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from contextvars import ContextVar
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.own import refuse_other_number, replaced, rows_of_table, taken_for
 from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_of
-from dp_clipping.torch_compat import is_passed_on, tree_flatten, tree_unflatten, version_of
+from dp_clipping.torch_compat import (
+    PLAIN_LEAVES,
+    is_passed_on,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 from dp_clipping.trials.objects import Objects
 
 rows_of_call: ContextVar[int] = ContextVar("rows_of_call", default=0)
@@ -152,6 +160,8 @@ class _OneSample:
         for name in self.own:
             self._paths |= {path: name for path, p in every.items() if p is every.get(name)}
         given, self._structure = tree_flatten((args, kwargs))
+        kinds = {*map(type, args), *map(type, kwargs.values())}
+        self._has_containers = not kinds <= PLAIN_LEAVES
         self._leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
         refuse_distributed(self.handle, *self._leaves, *module.parameters())
         self._places = [n for n, leaf in enumerate(given) if isinstance(leaf, Tensor)]
@@ -172,6 +182,8 @@ class _OneSample:
                 parameters[name] = taken_for(parameters[name], parameter)
         with replaced(self.module, {path: parameters[name] for path, name in self._paths.items()}):
             found = self._forward(args, kwargs)
+        if self._has_containers:
+            self._refuse_written(tree_leaves((args, kwargs)), leaves)
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
@@ -185,6 +197,15 @@ class _OneSample:
             return plain_forward(self.module, *args, **kwargs)
         finally:
             rows_of_call.reset(outer)
+
+    def _refuse_written(self, now: list[Any], leaves: list[Any]) -> None:
+        """Refuses a call after which its lists and dicts, copies of the batch's, hold others."""
+        if len(now) != len(leaves) or not all(map(is_, now, leaves)):
+            raise ValueError(
+                f"{self.handle.title(self.module)} writes to a list or dict among its arguments, "
+                "and runs sample by sample, with a copy of it for each: return what it leaves "
+                "there from the module's forward, as return y, memory"
+            )
 
     def joined(self, outputs: tuple[Tensor, ...]) -> Any:
         """Returns the outputs of the whole batch."""

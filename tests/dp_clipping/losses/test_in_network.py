@@ -79,6 +79,12 @@ class Labelled(nn.Module):
 
 
 Returned = namedtuple("Returned", "outputs loss")
+
+
+class Named(dict):
+    __getattr__ = dict.__getitem__  # raises KeyError
+
+
 LABELLED = {"x": torch.randn(4, 3), "labels": torch.tensor([0, 1, 1, 0])}
 FORMS = {  # what is returned, and where the loss is in it
     "tuple": (lambda y, labels: (F.cross_entropy(y, labels), y), lambda out: out[0]),
@@ -90,10 +96,19 @@ FORMS = {  # what is returned, and where the loss is in it
         lambda y, z: {"loss_a": F.cross_entropy(y, z), "y": y, "b_loss": F.cross_entropy(-y, z)},
         lambda out: out["loss_a"] + out["b_loss"],
     ),
+    "dict of its own": (
+        lambda y, labels: Named(loss=F.cross_entropy(y, labels)), lambda out: out.loss
+    ),
     "object": (
         lambda y, labels: SimpleNamespace(loss=F.cross_entropy(y, labels)), lambda out: out.loss
     ),
 }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
+def test_outputs_without_a_loss_may_be_a_dict_of_its_own():
+    model, _ = made_private(Labelled(lambda y, labels: Named(logits=y)))
+    assert model(**LABELLED).logits.shape == (4, 2)
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling")

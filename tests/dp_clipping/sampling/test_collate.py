@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -63,6 +64,24 @@ def test_a_list_of_samples_is_empty_and_structure_stays():
     assert found["pair"].x.shape == (0, 2)
     assert found["pair"].y == "mean"
     assert isinstance(found["frozen"], Frozen)
+
+
+@dataclass(frozen=True)
+class Graph:
+    x: torch.Tensor
+    names: list
+
+
+def test_a_dataclass_is_empty_and_is_filled_up():
+    def joined(samples):
+        return Graph(torch.stack([x for x, _ in samples]), [name for _, name in samples])
+
+    samples = [(torch.ones(2), "a"), (torch.ones(2), "b")]
+    found = empty_of(joined, samples[0])
+    assert (type(found), found.x.shape, found.names) == (Graph, (0, 2), [])
+    found = padded(joined, samples)(samples)
+    assert found.x.sum(1).tolist() == [2, 2, 0, 0]
+    assert found.names == ["a", "b", "", ""]
 
 
 def test_nothing_of_the_sample_is_in_it():

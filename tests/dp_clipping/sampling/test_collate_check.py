@@ -4,6 +4,7 @@ import functools
 import math
 import random
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -129,6 +130,16 @@ def by_length_and_masked(samples):
     return masked(sorted(samples, key=lambda sample: -len(sample[0])))
 
 
+@dataclass
+class Holder:
+    x: torch.Tensor
+    names: list
+
+
+def in_a_dataclass(samples):
+    return Holder(stack(samples)[0], [y for _, y in samples])
+
+
 def masked_language(samples):
     """Rows without a masked token have labels of -100 alone."""
     x = pad(samples)["x"].long()
@@ -170,7 +181,7 @@ ROW_BY_ROW = [
     (joined, LONG), (bags, LONG), (bags_with_end, LONG), (boxes, SAME), (relative_lengths, LONG),
     (lists_of_one_length, LONG), (optional_part, SAME), (column_labels, SAME), (positions, LONG),
     (time_steps, LONG), (some_have_pictures, LONG), (masked_language, LONG), (turned_arrays, SAME),
-    (sparse, SAME), (without_zero, SAME), (masked, LONG), (cropped, LONG),
+    (sparse, SAME), (without_zero, SAME), (masked, LONG), (cropped, LONG), (in_a_dataclass, SAME),
 ]  # fmt: skip
 
 
@@ -215,6 +226,10 @@ def two_together(samples):
     return x, x.roll(1, 0), y
 
 
+def mixed_in_a_dataclass(samples):
+    return Holder(mixup(samples)[0], [y for _, y in samples])
+
+
 def mixup_later(samples):
     x, y = stack(samples)
     other = torch.randperm(len(x))
@@ -238,7 +253,7 @@ def turned_and_rolled(samples):
 
 MIXING = [
     (two_together, SAME), (mixup_later, SAME), (other_labels, SAME), (average_so_far, SAME),
-    (turned_and_rolled, SAME), (mixup, SAME), (normalised, SAME),
+    (turned_and_rolled, SAME), (mixup, SAME), (normalised, SAME), (mixed_in_a_dataclass, SAME),
 ]  # fmt: skip
 
 

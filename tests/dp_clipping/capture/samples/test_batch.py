@@ -1,11 +1,14 @@
 """The samples in a forward's arguments."""
 
+import copy
+from collections import UserDict
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.capture.samples.batch import (
     Batch,
     Constants,
@@ -13,6 +16,8 @@ from dp_clipping.capture.samples.batch import (
     map_tensors,
     tensors_of,
 )
+from tests.dp_clipping.conftest import criterion_of, private
+from tests.support import zoo
 
 TABLE = torch.arange(8.0).view(4, 2)
 
@@ -21,6 +26,10 @@ TABLE = torch.arange(8.0).view(4, 2)
 class Output:
     logits: Tensor
     name: str = "x"
+
+
+class Named(dict):
+    __getattr__ = dict.__getitem__
 
 
 def rows(*values: float) -> Tensor:
@@ -63,6 +72,44 @@ def test_other_samples():
     assert kwargs["scale"] is shared
     assert torch.equal(batch.with_samples(5)[0][0], rows(0, 1, 2, 0, 1))
     assert torch.equal(batch.first(1).args[0], rows(0))
+
+
+class Reads(nn.Module):
+    """Gets one tensor, or something that holds one."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.linear = read, nn.Linear(3, 2)
+
+    def forward(self, given):
+        return self.linear(given if isinstance(given, Tensor) else self.read(given)).tanh()
+
+
+HOLDERS = {
+    "dataclass": (lambda x: Output(x), lambda given: given.logits),
+    "mapping": (lambda x: UserDict(x=[x]), lambda given: given["x"][0]),
+    "dict of its own": (lambda x: Named(x=x), lambda given: given.x),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_samples_in_dataclasses_and_mappings(name):
+    """Their gradients are exact, also of an empty batch, and samples that mix are seen."""
+    hold, read = HOLDERS[name]
+    network = Reads(read).double()
+    model = private(copy.deepcopy(network))
+    for size in (4, 0, 3):
+        x, y = torch.randn(size, 3).double(), torch.randn(size, 2).double()
+        model.clear_gradients()
+        criterion = criterion_of(model, zoo.product)
+        criterion(model(hold(x)), y).backward()
+        assert model.per_sample_gradient_norms.shape == (size,)
+        if size:
+            norms = oracle.norms(oracle.per_sample_gradients(network, (x, y), zoo.product))
+            torch.testing.assert_close(model.per_sample_gradient_norms, norms.double())
+    mixing = private(Reads(lambda given: read(given) * read(given).mean()))
+    with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+        mixing(hold(torch.randn(4, 3)))
 
 
 def test_the_batch_in_dimension_1():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.samples.bags import Bags, KnownBags
+from dp_clipping.capture.samples.trees import opened
 from tests.dp_clipping.capture.samples.test_bags import IDS, OFFSETS, WEIGHTS
 from tests.dp_clipping.conftest import criterion_of, private
 from tests.support import zoo
@@ -31,7 +32,7 @@ class Twice(Net):
 
 def test_bags_are_known_by_the_structure_of_arguments():
     network = Net()
-    known = KnownBags(network)
+    known = KnownBags(network, opened)
     assert known.of((IDS, OFFSETS), {}) is None
     known.learn((IDS, OFFSETS), {}, network)
     assert known.of((IDS, OFFSETS), {}) == (Bags(0, 1),)
@@ -40,7 +41,7 @@ def test_bags_are_known_by_the_structure_of_arguments():
     assert known.of((IDS[None],), {}) == ()
     known.forget()
     assert known.of((IDS, OFFSETS), {}) is None
-    assert KnownBags(nn.Linear(1, 1)).of((IDS,), {}) == ()
+    assert KnownBags(nn.Linear(1, 1), opened).of((IDS,), {}) == ()
 
 
 REFUSED = {

@@ -14,6 +14,7 @@ from dp_clipping.layers.vmap.own import UnknownOperation
 from tests.dp_clipping.conftest import (
     MODES,
     assert_close,
+    assert_exact,
     assert_step,
     clipped_sums,
     private,
@@ -138,6 +139,29 @@ def test_one_sample_after_another(name, style):
         table = model.plan_table()
         assert "one sample after another: torch.vmap cannot run it (test_module.py:" in table
     assert model(torch.randn(0, *shape, dtype=torch.float64)).shape[0] == 0
+
+
+class Counts(nn.Module):
+    """Runs under vmap, and returns a number beside its rows."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.start, self.count = nn.Parameter(torch.randn(4)), count
+
+    def forward(self, x):
+        y = x.clone()
+        y[:, 0] = self.start[0]
+        return y, self.count(x)
+
+
+@pytest.mark.parametrize("count", [len, lambda x: x.shape[-1]])
+def test_a_number_that_is_returned_is_that_of_the_batch(count):
+    """A module whose samples make another number runs with the one around it."""
+    network = zoo.Net(
+        lambda net, x: net.head((y := net.counts(x))[0] * y[1] / count(x)),
+        counts=Counts(count), head=nn.Linear(4, 4),
+    )  # fmt: skip
+    assert_exact(network.double(), tuple(torch.randn(2, 3, 4, dtype=torch.float64)))
 
 
 class Mixing(nn.Module):

@@ -1,0 +1,27 @@
+"""What mappings and dataclasses hold, and copies of them that hold other things."""
+
+import copy
+import dataclasses
+from collections.abc import MutableMapping
+from typing import Any
+
+
+def held_by(x: Any) -> dict[Any, Any]:
+    """Returns what a mapping or a dataclass holds; {} for anything else."""
+    if isinstance(x, MutableMapping):
+        return dict(x)
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
+        return {}
+    names = [one.name for one in dataclasses.fields(x) if hasattr(x, one.name)]
+    return {name: getattr(x, name) for name in dict.fromkeys([*names, *getattr(x, "__dict__", ())])}
+
+
+def holding(x: Any, held: dict[Any, Any]) -> Any:
+    """Returns a copy of a mapping or a dataclass that holds other things."""
+    made = copy.copy(x)
+    for key, value in held.items():
+        if isinstance(made, MutableMapping):
+            made[key] = value
+        else:
+            object.__setattr__(made, key, value)  # it may be frozen
+    return made
