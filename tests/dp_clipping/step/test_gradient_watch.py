@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private
+from tests.support import zoo
 
 
 class ComputedAgain(torch.autograd.Function):
@@ -28,17 +29,6 @@ class ComputedAgain(torch.autograd.Function):
         return x.grad, None
 
 
-class Reversible(nn.Module):
-    def __init__(self, is_frozen, again):
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
-        self.middle.requires_grad_(not is_frozen)
-        self.again = again
-
-    def forward(self, x):
-        return self.last(self.again(self.first(x), self.middle))
-
-
 @pytest.mark.parametrize("way", ["freeze", "checkpoint", None, "after what is frozen"])
 def test_a_backward_of_the_network_s_own_is_named(way):
     def again(x, layer):
@@ -47,7 +37,11 @@ def test_a_backward_of_the_network_s_own_is_named(way):
         return ComputedAgain.apply(x, layer)
 
     torch.manual_seed(0)
-    network = Reversible(way == "freeze", again)
+    network = zoo.Net(
+        lambda net, x: net.last(again(net.first(x), net.middle)),
+        **{name: nn.Linear(4, 4) for name in ("first", "middle", "last")},
+    )
+    network.middle.requires_grad_(way != "freeze")
     if way == "after what is frozen":  # autograd alone would not come to such a backward
         network.first.requires_grad_(False)
         network.first.register_forward_hook(lambda _, args, y: y.requires_grad_())

@@ -13,6 +13,7 @@ from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support import registered_layers
 from tests.support.engine import on_any_batches
 from tests.support.turns import in_turn
+from tests.support.zoo import Net
 
 BATCH, WIDTH, CLIP = 3, 8, 0.01
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -50,40 +51,9 @@ class Scale(torch.autograd.Function):
         return g if changed is None else changed, None
 
 
-class AddBias(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        return x + self.bias
-
-
-class AddTable(nn.Module):
-    """Adds a table, whose per-sample gradients are the output's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(2, WIDTH // 2))
-
-    def forward(self, x):
-        return (x.unflatten(1, (2, -1)) + self.table).flatten(1)
-
-
 class Tokens(nn.Embedding):
     def forward(self, x):
         return super().forward((x.detach() > 0).long().sum(-1))
-
-
-class Twice(nn.Module):
-    """A layer with two uses, whose factors are joined."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(self.linear(x).tanh())
 
 
 class Apart(registered_layers.Apart):
@@ -97,9 +67,14 @@ KINDS = {
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
     "group_norm": lambda: nn.GroupNorm(2, WIDTH),
     "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
-    "vmap": AddBias,
-    "table": AddTable,
-    "twice": Twice,
+    "vmap": lambda: Net(lambda net, x: x + net.bias, bias=nn.Parameter(torch.randn(WIDTH))),
+    "table": lambda: Net(
+        lambda net, x: (x.unflatten(1, (2, -1)) + net.table).flatten(1),
+        table=nn.Parameter(torch.randn(2, WIDTH // 2)),
+    ),
+    "twice": lambda: Net(  # its factors are joined
+        lambda net, x: net.linear(net.linear(x).tanh()), linear=nn.Linear(WIDTH, WIDTH)
+    ),
     "cell": lambda: nn.GRUCell(WIDTH, WIDTH),
     "recurrent": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
     "attention": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
