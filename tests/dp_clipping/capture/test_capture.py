@@ -21,6 +21,7 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 from tests.support import zoo
+from tests.support.backwards import with_backward
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -135,31 +136,17 @@ def test_nothing_below_the_lowest_trainable_layer_goes_backward():
     assert products.count(48, 19) == 1
 
 
-class Counted(torch.autograd.Function):
-    """The identity; counts its backwards."""
-
-    count = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Counted.count += 1
-        return gradient
-
-
 @pytest.mark.parametrize(("mode", "passes"), [("per_sample", 1), ("bookkeeping", 1), ("ghost", 2)])
 def test_number_of_backwards(mode, passes):
-    net = zoo.two_linears(lambda net, x: net.b(Counted.apply(net.a(x))))
+    counted = count_calls(lambda gradient: None)
+    net = zoo.two_linears(lambda net, x: net.b(with_backward(net.a(x), counted)))
     model = private(net, mode)
     batch = zoo.numbers(4, 6, 5, out=(6, 3))
     for _ in range(2):  # batches 1, 2 and 4 are checked: see `independence`
         clipped_sums(model, batch)
-    Counted.count = 0
+    counted.count = 0
     clipped_sums(model, batch)
-    assert Counted.count == passes
+    assert counted.count == passes
 
 
 @every_mode

@@ -19,6 +19,7 @@ from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.trials.tolerances import WHOLE
 from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
+from tests.support.backwards import with_backward
 from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
@@ -34,18 +35,6 @@ class Function(nn.Module):
 
     def forward(self, x):
         return self.function(self, x)
-
-
-class Normalised(torch.autograd.Function):
-    """Right forward, and a backward that divides by the norm over the batch."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        return gy / gy.norm()
 
 
 @dataclass
@@ -141,7 +130,10 @@ MIXING = {
     "a zero head": (zero_head, "second"),
     "a hook": (hooked, "first"),
     "a hook on an output": (hooked_output, "first"),
-    "backward": (lambda net, x: net.second(Normalised.apply(net.first(x))), "first"),
+    "backward": (
+        lambda net, x: net.second(with_backward(net.first(x), lambda gy: gy / gy.norm())),
+        "first",
+    ),
     "a dataclass": (over(Outputs), "end of"),
     "a list in a dictionary": (over(lambda y: {"count": 1, "logits": [y]}), "end of"),
     "flattened": (over(lambda y: y.flatten(0, 1)), "end of"),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.backwards import with_backward
 from tests.support.turns import in_turn
 
 STEPS = 5
@@ -123,22 +124,8 @@ def add_the_last_batch(net: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-class Backward(torch.autograd.Function):
-    """The identity; its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        ctx.function(gy)
-        return gy, None
-
-
 def in_backward(note: Callable[[nn.Module, Tensor], object]) -> Callable:
-    return lambda net, x: Backward.apply(net.linear(x), lambda gy: note(net, gy))
+    return lambda net, x: with_backward(net.linear(x), lambda gy: [note(net, gy), None][1])
 
 
 NO_MEAN = has(mean=torch.zeros(4))

@@ -8,25 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private
 from tests.support import zoo
-
-
-class ComputedAgain(torch.autograd.Function):
-    """A layer whose backward runs its forward again, as reversible layers have it."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.layer(x), gradient)
-        return x.grad, None
+from tests.support.backwards import computed_again
 
 
 @pytest.mark.parametrize("way", ["freeze", "checkpoint", None, "after what is frozen"])
@@ -34,7 +16,7 @@ def test_a_backward_of_the_network_s_own_is_named(way):
     def again(x, layer):
         if way == "checkpoint":
             return checkpoint(layer, x, use_reentrant=False)
-        return ComputedAgain.apply(x, layer)
+        return computed_again(x, layer)
 
     torch.manual_seed(0)
     network = zoo.Net(

@@ -11,6 +11,7 @@ from dp_clipping import register_layer
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support import registered_layers
+from tests.support.backwards import with_backward
 from tests.support.engine import on_any_batches
 from tests.support.turns import in_turn
 from tests.support.zoo import Net
@@ -35,20 +36,6 @@ WRITES = {
     "data": lambda g: g.data.mul_(100),
     "numpy": through_numpy,
 }
-
-
-class Scale(torch.autograd.Function):
-    """The identity, whose backward does something to the gradient that it is given."""
-
-    @staticmethod
-    def forward(ctx, x, write):
-        ctx.write = write
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, g):
-        changed = ctx.write(g)
-        return g if changed is None else changed, None
 
 
 class Tokens(nn.Embedding):
@@ -106,8 +93,8 @@ class Branches(nn.Module):
         x = self.first(x)
         if self.layer_first:  # then its backward comes last, and sees what was changed
             a = self.call(x)
-            return self.out(a + Scale.apply(x, self.write))
-        b = Scale.apply(x, self.write)
+            return self.out(a + with_backward(x, self.write))
+        b = with_backward(x, self.write)
         return self.out(self.call(x) + b)
 
 
@@ -284,7 +271,7 @@ class UsedTwice(Branches):
     def forward(self, x):
         x = self.first(x)
         a = self.layer(x)
-        b = Scale.apply(x, self.write)
+        b = with_backward(x, self.write)
         return self.out(a + b + self.layer(x))
 
 
@@ -310,7 +297,7 @@ class Between(Hooked):
             def change(_):
                 x.data.mul_(100)
 
-            b = Scale.apply(x, change)
+            b = with_backward(x, change)
             return self.out(self.layer(x) + b)
 
 
@@ -345,7 +332,7 @@ class Keys(nn.Module):
         self.noise = 0.0
 
     def forward(self, x):
-        key = Scale.apply(self.key(x), self.draw)
+        key = with_backward(self.key(x), self.draw)
         return self.out(self.first(x)) + 0 * key.sum(1, keepdim=True)
 
     def draw(self, g):
