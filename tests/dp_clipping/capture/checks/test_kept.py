@@ -285,7 +285,7 @@ class Between(Hooked):
 @every_mode
 @pytest.mark.parametrize(
     "build", [lambda: UsedTwice("linear", WRITES["mul_"]), lambda: Between("")],
-    ids=["a gradient between two uses", "activations"],
+    ids=["a_gradient_between_two_uses", "activations"],
 )  # fmt: skip
 def test_a_change_of_what_waits(build, mode):
     torch.manual_seed(0)
