@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ddp_by_hand.lm.rank_pool import Context
+from tests.support.backwards import computed_again
 from tests.support.beside import Beside, Branches, branches_loss, is_torch
 from tests.support.differences import any_order
 from tests.support.on_ranks import on_ranks
@@ -80,25 +81,6 @@ def test_what_nobody_used_is_untouched(ranks, implementation):
     ranks.run(2, untouched_where_nobody_used_it, implementation)
 
 
-class Hidden(torch.autograd.Function):
-    """Runs a layer's backward inside its own: the graph does not show the layer's parameters."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            ctx.layer(x).backward(gradient)
-        return x.grad, None
-
-
 class HiddenLayer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -107,7 +89,7 @@ class HiddenLayer(nn.Module):
 
     def forward(self, x, which):
         x = self.first(x)
-        return self.last(Hidden.apply(x, self.hidden) if which else x)
+        return self.last(computed_again(x, self.hidden) if which else x)
 
 
 @on_ranks(2, "ranks")

@@ -11,16 +11,7 @@ from torch.utils.data import DataLoader
 
 from dp_clipping import MODES, PrivacyEngine
 from tests.support import engine
-from tests.support.engine import (
-    BATCH,
-    CLASSES,
-    arguments,
-    backward,
-    build,
-    data,
-    fixed,
-    step,
-)
+from tests.support.engine import BATCH, CLASSES, arguments, backward, build, data, fixed, step
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.arguments.given import refuse_used
+from dp_clipping.clipping import coefficients
 from tests.support import engine
 
 
@@ -19,6 +20,15 @@ def test_numbers_of_every_kind_are_taken(number):
     own = run.optimizer
     numbers = (own.noise_multiplier, own.max_grad_norm, own.expected_batch_size)
     assert all(x == 1 and type(x) in (int, float) for x in numbers)
+
+
+def test_a_registered_function_is_public_by_what_it_computes(monkeypatch):
+    """Ranks and checkpoints compare what it computes."""
+    monkeypatch.setattr(coefficients, "_REGISTERED", {})
+    coefficients.register_clipping_function("mine", lambda norms, limit: limit / norms)
+    run = engine.build(clipping_function="mine")
+    name = run.engine._runs[0].settings["clipping_function"]
+    assert name == coefficients.described("mine") != "mine"
 
 
 class DPOptimizer:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dp_clipping.capture.capture import Capture, kind_of
+from dp_clipping.capture.capture import Capture
 from tests.support.zoo import Net
 
 
@@ -18,11 +18,6 @@ def states(network: nn.Module, whole: bool = False) -> dict[str, tuple[str, bool
 
 def block(**members) -> nn.Module:
     return Net(None, scale=nn.Parameter(torch.ones(3)), **members)
-
-
-def test_kinds():
-    layers = (nn.Linear(2, 2), nn.Embedding(2, 2), nn.LayerNorm(2), nn.Bilinear(2, 2, 2))
-    assert [kind_of(x) for x in layers] == ["linear", "embedding", "layer_norm", "vectorized"]
 
 
 def test_children_are_captured_themselves_or_with_their_parent():

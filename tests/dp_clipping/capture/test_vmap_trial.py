@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_clipping.capture import vmap_trial
 from dp_clipping.capture.callers import Uses
@@ -16,7 +16,6 @@ from dp_clipping.layers.batch_layout import Layout, NeedsVmap
 from dp_clipping.layers.vmap.whole_batch import Operation, learn
 from dp_clipping.torch_compat import transforms_run
 from tests.dp_clipping.conftest import private
-from tests.support import zoo
 from tests.support.zoo import Net
 
 
@@ -25,13 +24,21 @@ def owner(function, **members) -> nn.Module:
     return nn.Sequential(Net(function, **members), nn.Linear(3, 2))
 
 
+def searched(network: nn.Module, is_whole: bool = False) -> tuple[Capture, tuple, tuple]:
+    """Where the samples are is known; modules with bare parameters are under vmap `is_whole`."""
+    capture = Capture(network)
+    if is_whole:
+        capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])
+    few, more, other = (
+        ((torch.ones(n, 3) if is_whole else torch.randn(n, 3),), {}) for n in (2, 3, 2)
+    )
+    Search(capture).establish(few, more, other, lambda: None)
+    return capture, few, more
+
+
 def tried(network: nn.Module) -> dict[str, str]:
     """Names of the modules that cannot run on the whole batch, and why."""
-    capture = Capture(network)
-    arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments, lambda: None)
-    found = unfit_modules(capture, *arguments[:2])
-    return {handle.name: handle.whole_because for handle in found}
+    return {handle.name: handle.whole_because for handle in unfit_modules(*searched(network))}
 
 
 @pytest.mark.parametrize(
@@ -111,25 +118,18 @@ def test_gradients_of_tokens_in_the_place_of_samples_are_noticed(monkeypatch):
 
 
 def test_a_limited_capacity_is_refused_under_vmap():
-    network = nn.Sequential(zoo.Net(lambda net, x: x[: len(x) // 2 + 1].sum(0) + x * net.w,
+    network = nn.Sequential(Net(lambda net, x: x[: len(x) // 2 + 1].sum(0) + x * net.w,
                                     w=nn.Parameter(torch.ones(3))))  # fmt: skip
-    capture = Capture(network)
-    capture.make_whole(capture.handles)
-    arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments, lambda: None)
+    given = searched(network, is_whole=True)
     with pytest.raises(NeedsVmap, match="computes otherwise of one sample"):
-        unfit_modules(capture, *arguments[:2])
+        unfit_modules(*given)
 
 
 def test_a_random_module_may_compute_otherwise_under_vmap():
     """It draws once for the batch, and there once for each sample."""
-    network = nn.Sequential(zoo.Net(lambda net, x: x * net.w * torch.rand(3),
+    network = nn.Sequential(Net(lambda net, x: x * net.w * torch.rand(3),
                                     w=nn.Parameter(torch.ones(3))))  # fmt: skip
-    capture = Capture(network)
-    capture.make_whole(capture.handles)
-    arguments = [((torch.ones(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments, lambda: None)
-    assert unfit_modules(capture, *arguments[:2]) == []
+    assert unfit_modules(*searched(network, is_whole=True)) == []
 
 
 def test_what_a_trial_keeps_is_freed():
@@ -154,26 +154,15 @@ def test_nothing_to_try():
     assert unfit_modules(capture, *[((torch.randn(n, 3),), {}) for n in (2, 3)]) == []
 
 
-class Latents(nn.Module):
-    """Rows that are the same for each sample, for so many of them, as in Perceiver."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(1, 4))
-
-    def forward(self, count: int) -> Tensor:
-        return self.rows.expand(count, -1)
-
-
 def test_rows_that_no_argument_counts():
-    latents = zoo.Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=Latents())
+    """Rows that are the same for each sample, for so many of them, as in Perceiver."""
+    rows = Net(lambda net, count: net.rows.expand(count, -1), rows=nn.Parameter(torch.randn(1, 4)))
+    latents = Net(lambda net, x: net.latents(len(x)).sum(1, True) + x, latents=rows)
     assert tried(latents) == {}
-    capture = Capture(latents)
-    capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])
     with pytest.raises(
         NeedsVmap, match="latents returns rows for each sample, and none of its arg"
     ):
-        Search(capture).establish(*[((torch.randn(n, 3),), {}) for n in (2, 3, 2)], lambda: None)
+        searched(latents, is_whole=True)
 
 
 def test_who_calls_a_layer():
@@ -204,7 +193,7 @@ def test_weights_that_other_code_reads(function, is_read):
 
 
 def test_the_weight_of_a_called_layer_is_not_read_by_a_module_without_parameters():
-    network = zoo.Net(lambda net, x: net.a(x) @ net.a.weight, a=nn.Linear(3, 3))
+    network = Net(lambda net, x: net.a(x) @ net.a.weight, a=nn.Linear(3, 3))
     assert Uses(Capture(network), ((torch.randn(2, 3),), {})).weights_read_elsewhere() == {}
 
 
@@ -278,10 +267,8 @@ def test_what_fails_half_way_leaves_nothing_to_the_call_after_it(run):
 
 
 def test_a_plain_call_after_one_that_fails_finds_nothing():
-    capture = Capture(nn.Sequential(nn.Linear(3, 3), Failing(also_alone=True)))
-    capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])
-    arguments = [((torch.randn(n, 3),), {}) for n in (2, 3, 2)]
-    Search(capture).establish(*arguments, lambda: None)
+    network = nn.Sequential(nn.Linear(3, 3), Failing(also_alone=True))
+    given = searched(network, is_whole=True)
     for _ in range(2):
-        assert unfit_modules(capture, *arguments[:2]) == []
-        assert capture.network[1].kept == []
+        assert unfit_modules(*given) == []
+        assert network[1].kept == []

@@ -76,28 +76,20 @@ def test_backward_within_autocast(mode, shape):
             assert contribution(model, inputs, targets) <= 1e-2 * LIMIT
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(5, 24))
-
-    def forward(self, x):
-        return x + self.position
-
-
 def test_an_output_gradient_that_a_kept_gradient_is_part_of():
     """Scaling the one in place must not scale the other."""
     sums = {}
     for mode in ("per_sample", "bookkeeping"):
-        net = zoo.seeded(
-            lambda: nn.Sequential(nn.Linear(64, 24), Positions(), nn.Linear(24, 24))
-        ).to(torch.bfloat16)
+        net = zoo.seeded(lambda: zoo.Net(
+            lambda own, x: own.last(own.first(x) + own.position), first=nn.Linear(64, 24),
+            position=nn.Parameter(torch.randn(5, 24)), last=nn.Linear(24, 24),
+        )).to(torch.bfloat16)  # fmt: skip
         model = unchecked(net, mode, max_grad_norm=0.01)
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(2, 5, 64, generator=generator).to(torch.bfloat16)
         targets = torch.randn(2, 5, 24, generator=generator)
         private_loss(model, (inputs, targets), zoo.product).backward()
-        sums[mode] = net[1].position.grad
+        sums[mode] = net.position.grad
     torch.testing.assert_close(sums["bookkeeping"], sums["per_sample"], rtol=0.02, atol=1e-5)
 
 

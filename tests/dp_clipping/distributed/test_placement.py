@@ -10,14 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping.distributed.placement import (
-    Place,
-    Span,
-    _box,
-    place_of,
-    slices_of,
-    spans_of,
-)
+from dp_clipping.distributed.placement import Place, Span, _box, place_of, slices_of, spans_of
 from tests.support import meshes
 from tests.support.meshes import RANKS
 from tests.support.on_ranks import on_ranks

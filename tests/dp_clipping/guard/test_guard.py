@@ -60,15 +60,9 @@ def test_equal_samples_are_told_of_once(recwarn):
 # ---- modules that run under vmap for the sake of a layer that they call --------------------------
 
 
-class Logits(nn.Module):
+def tensor_of(network: nn.Module, output: str = "last_hidden_state") -> nn.Module:
     """A network of Hugging Face whose output is a tensor."""
-
-    def __init__(self, network: nn.Module, output: str):
-        super().__init__()
-        self.network, self.output = network, output
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return getattr(self.network(x), self.output)
+    return zoo.Net(lambda net, x: getattr(net.network(x), output), network=network)
 
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -82,25 +76,25 @@ def hugging_face(name: str) -> tuple[nn.Module, torch.Tensor]:
         config = hf.T5Config(
             vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, dropout_rate=0.0
         )
-        return Logits(hf.T5EncoderModel(config), "last_hidden_state"), ids
+        return tensor_of(hf.T5EncoderModel(config)), ids
     if name == "swin":
         config = hf.SwinConfig(
             image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4,
             num_labels=3, drop_path_rate=0.0,
         )  # fmt: skip
-        return Logits(hf.SwinForImageClassification(config), "logits"), images
+        return tensor_of(hf.SwinForImageClassification(config), "logits"), images
     if name == "deberta":
         config = hf.DebertaV2Config(
             vocab_size=20, relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True,
             max_position_embeddings=8, **SIZES,
         )  # fmt: skip
-        return Logits(hf.DebertaV2Model(config), "last_hidden_state"), ids
+        return tensor_of(hf.DebertaV2Model(config)), ids
     config = hf.PerceiverConfig(
         vocab_size=20, num_latents=3, d_latents=8, d_model=8, num_blocks=1, num_labels=3,
         num_self_attends_per_block=1, num_self_attention_heads=2, num_cross_attention_heads=2,
         max_position_embeddings=8,
     )  # fmt: skip
-    return Logits(hf.PerceiverForSequenceClassification(config), "logits"), ids
+    return tensor_of(hf.PerceiverForSequenceClassification(config), "logits"), ids
 
 
 @pytest.mark.parametrize(
@@ -142,31 +136,21 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.double() @ weights
 
 
-class LeavesOut(nn.Module):
+def masked(net, x, mask=None):
+    y = x * net.scale
+    return y if mask is None else y * mask[..., None]
+
+
+def leaves_out(net, x, mask):
     """Leaves a mask out where nothing is padded, as Hugging Face's models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Masked()
-
-    def forward(self, x, mask):
-        return self.inner(x) if mask.all() else self.inner(x, mask)
-
-
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(3))
-
-    def forward(self, x, mask=None):
-        y = x * self.scale
-        return y if mask is None else y * mask[..., None]
+    return net.inner(x) if mask.all() else net.inner(x, mask)
 
 
 @pytest.mark.parametrize("padded", range(4))
 def test_a_mask_that_is_there_for_some_samples_only(padded):
     """Whichever sample is padded, one of the first ones among others."""
-    network = LeavesOut()
+    inner = zoo.Net(masked, scale=nn.Parameter(torch.rand(3)))
+    network = zoo.Net(leaves_out, inner=inner)
     model = private(network, "bookkeeping")
     found = LayoutDiscovery(model.capture, True)
     mask = torch.ones(4, 5)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ddp import wrap
 from dp_clipping import BatchMemoryManager, PrivacyEngine
+from tests.support import zoo
 from tests.support.on_ranks import on_ranks
 
 WORDS, CLASSES, WIDTH, LONGEST = 20, 3, 6, 9
@@ -98,17 +99,6 @@ def with_large_padding(reader):
     with torch.no_grad():
         reader.words.weight[0] += 10
     return reader
-
-
-class Windows(nn.Module):
-    """A convolution over positions, which needs as many as its width."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, 5)
-
-    def forward(self, x):
-        return self.convolution(x.transpose(1, 2)).transpose(1, 2)
 
 
 def pooled(x, mask, how):
@@ -233,9 +223,13 @@ ignoring_zero = nn.CrossEntropyLoss(ignore_index=0)
 
 
 def least_length():
-    """A network that cannot run on the shortest sample alone."""
+    """A network that cannot run on the shortest sample alone: a convolution needs its width."""
     network = Reader("last", "lstm")
-    network.words = nn.Sequential(network.words, Windows())
+    windows = zoo.Net(
+        lambda net, x: net.convolution(x.transpose(1, 2)).transpose(1, 2),
+        convolution=nn.Conv1d(WIDTH, WIDTH, 5),
+    )
+    network.words = nn.Sequential(network.words, windows)
     return network
 
 
@@ -286,7 +280,7 @@ WRONG = {
     "cut at random": lambda: train(Reader("masked"), cropped),
     "a network of the user's class": lambda: train(Reader("last"), wrap_model=False),
     "batch in dimension 1": lambda: train(
-        Reader("last", "lstm"), loop=turned, batch_first=False, wrapped=Turned
+        Reader("last", "lstm"), loop=turned, batch_first=False, wrapped=time_first
     ),
 }  # fmt: skip
 RIGHT = {
@@ -326,7 +320,7 @@ RIGHT = {
     ),
     "a network of the user's class": lambda: train(Reader("masked"), wrap_model=False),
     "batch in dimension 1": lambda: train(
-        Reader("read", "lstm"), loop=turned, batch_first=False, wrapped=Turned
+        Reader("read", "lstm"), loop=turned, batch_first=False, wrapped=time_first
     ),
     "one-hot words, as many as the longest": lambda: train(
         Hot("masked"), loop=one_hot, samples=samples_of(words=LONGEST)
@@ -368,15 +362,9 @@ class Hot(Reader):
         return super().forward(x, mask=x.sum(2) > 0)
 
 
-class Turned(nn.Module):
+def time_first(network):
     """Takes [time, batch]."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def forward(self, ids):
-        return self.network(ids.transpose(0, 1))
+    return zoo.Net(lambda net, ids: net.network(ids.transpose(0, 1)), network=network)
 
 
 class Dictionaries(torch.utils.data.Dataset):

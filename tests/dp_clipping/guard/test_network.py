@@ -17,9 +17,9 @@ from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.trials.tolerances import WHOLE
-from dp_clipping.validation import check_module
 from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
+from tests.support.backwards import with_backward
 from tests.support.on_ranks import on_ranks
 from tests.support.turns import in_turn
 
@@ -35,18 +35,6 @@ class Function(nn.Module):
 
     def forward(self, x):
         return self.function(self, x)
-
-
-class Normalised(torch.autograd.Function):
-    """Right forward, and a backward that divides by the norm over the batch."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        return gy / gy.norm()
 
 
 @dataclass
@@ -142,12 +130,19 @@ MIXING = {
     "a zero head": (zero_head, "second"),
     "a hook": (hooked, "first"),
     "a hook on an output": (hooked_output, "first"),
-    "backward": (lambda net, x: net.second(Normalised.apply(net.first(x))), "first"),
+    "backward": (
+        lambda net, x: net.second(with_backward(net.first(x), lambda gy: gy / gy.norm())),
+        "first",
+    ),
     "a dataclass": (over(Outputs), "end of"),
     "a list in a dictionary": (over(lambda y: {"count": 1, "logits": [y]}), "end of"),
     "flattened": (over(lambda y: y.flatten(0, 1)), "end of"),
     "flattened by tokens": (over(lambda y: y.transpose(0, 1).flatten(0, 1)), "end of"),
     "tokens first": (over(lambda y: y.transpose(0, 1)), "end of"),
+    "in training only": (
+        lambda net, x: net.second(net.first(x - x.mean(0) if net.training else x)),
+        "first",
+    ),
 }
 
 
@@ -164,6 +159,7 @@ def test_a_network_that_mixes_samples_is_refused(name, size):
     pattern += rf"gradient that {layer} is given for a sample depends on the other samples"
     with pytest.raises(ValueError, match=pattern):
         model(torch.randn(size, 5))
+    assert model.network.training
 
 
 def test_it_is_found_when_a_second_sample_comes():
@@ -433,16 +429,10 @@ def test_a_loss_that_begins_to_look_across_the_batch_is_refused_at_the_next_chec
     assert all(p.grad is None for p in model.network.parameters())
 
 
-class Several(nn.Module):
+def several(net, x):
     """Outputs of which a loss may use what it should not."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return {"logits": y, "balance": y.mean(), "keys": [y * 2]}
+    y = net.layer(x)
+    return {"logits": y, "balance": y.mean(), "keys": [y * 2]}
 
 
 @pytest.mark.parametrize("use", ["balance", "keys", "between", "hook", None])
@@ -451,7 +441,7 @@ def test_every_tensor_that_a_loss_is_made_of_is_looked_at(use):
         losses = (logits - targets).square().sum(1) + balance
         return losses if keys is None else losses + (logits @ keys[0].t()).logsumexp(1)
 
-    model = private(Several())
+    model = private(zoo.Net(several, layer=nn.Linear(5, 3)))
     outputs = model(torch.randn(4, 5))
     more = {use: outputs[use]} if use in outputs else {}
     logits = outputs["logits"]
@@ -520,14 +510,6 @@ def test_so_is_one_where_the_batch_is_the_second_dimension(across):
         loss(model(x), y)
 
 
-def test_flattened_losses_of_single_samples_are_not():
-    model = private(nn.Linear(5, 3))
-    loss = PrivateCriterion(model, nn.CrossEntropyLoss(ignore_index=0), "mean")
-    outputs, targets = model(torch.randn(4, 6, 5)), torch.randint(3, (4, 6))
-    loss(outputs.flatten(0, 1), targets.flatten(), shape=outputs.shape).backward()
-    assert len(model.per_sample_gradient_norms) == 4
-
-
 @pytest.mark.parametrize("returned", [None, 1.0, (torch.ones(4),), {"loss": 1}])
 def test_a_criterion_that_returns_no_tensor_is_named(returned):
     loss = PrivateCriterion(private(nn.Linear(5, 3)), lambda o: returned, "mean")
@@ -535,24 +517,6 @@ def test_a_criterion_that_returns_no_tensor_is_named(returned):
         loss(loss.model(torch.randn(4, 5)))
     with pytest.raises(TypeError, match="shape is"):
         loss(loss.model(torch.randn(4, 5)), shape=(4,))
-
-
-def test_a_gradient_scaler_is_refused():
-    model = private(nn.Linear(5, 3))
-    x = torch.randn(4, 5)
-    loss = PrivateCriterion(model, nn.CrossEntropyLoss(), "mean")(model(x), torch.zeros(4).long())
-    with pytest.raises(RuntimeError, match="use bfloat16"):
-        torch.amp.GradScaler("cpu").scale(loss)
-
-
-def test_mixing_in_training_only_is_refused():
-    def function(net, x):
-        return net.second(net.first(x - x.mean(0) if net.training else x))
-
-    model = private(zoo.seeded(lambda: Function(function)))
-    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
-        model(torch.randn(4, 5))
-    assert model.network.training
 
 
 @pytest.mark.parametrize("p", [0.02, 0.5])
@@ -598,27 +562,13 @@ def test_a_frozen_batch_norm_is_refused_once_train_reaches_it():
     assert model(x).shape == (4, 3)
 
 
-def test_a_frozen_batch_norm_without_statistics_is_refused():
-    norm = nn.BatchNorm1d(5, track_running_stats=False).requires_grad_(False).eval()
-    with pytest.raises(ValueError, match=r"use nn\.GroupNorm"):
-        check_module(nn.Sequential(nn.Linear(5, 5), norm))
-
-
 def test_a_module_without_a_batching_rule_runs_sample_by_sample():
     class States(nn.GRU):
         def forward(self, x):
             return super().forward(x)[0]
 
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.memory, self.head = States(5, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.memory(x))
-
-    batch = torch.randn(4, 3, 5, dtype=torch.float64), torch.randn(4, 3, 2, dtype=torch.float64)
-    assert_exact(Recurrent().double(), batch)
+    network = nn.Sequential(States(5, 4, batch_first=True), nn.Linear(4, 2)).double()
+    assert_exact(network, tuple(torch.randn(4, 3, n, dtype=torch.float64) for n in (5, 2)))
 
 
 FORWARDS, PRECISIONS = Unseen(), Unseen()
@@ -765,15 +715,9 @@ def in_order(x):
     return functools.reduce(torch.add, tokens)
 
 
-class Pool(nn.Module):
+def pool():
     """Sums tokens in a module with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-
-    def forward(self, x):
-        return Ordered.apply(x) * self.scale
+    return zoo.Net(lambda net, x: Ordered.apply(x) * net.scale, scale=nn.Parameter(torch.ones(5)))
 
 
 def gradients_that_cancel(net, x):
@@ -804,7 +748,7 @@ def network_of(function, mixing=0.0):
     def mixed(net, x):
         return function(net, x) * (1 + mixing * x.abs().mean())
 
-    return zoo.Net(mixed, first=nn.Linear(5, 5), second=nn.Linear(5, 5), pool=Pool())
+    return zoo.Net(mixed, first=nn.Linear(5, 5), second=nn.Linear(5, 5), pool=pool())
 
 
 @pytest.mark.parametrize("name", ROUNDED_BY_SIZE)

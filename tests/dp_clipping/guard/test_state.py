@@ -2,348 +2,229 @@
 
 import copy
 from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.backwards import with_backward
 from tests.support.engine import on_any_batches, step
 from tests.support.turns import in_turn
 
 STEPS = 5
 
 
+def nothing(*_: object) -> None:
+    """What a case leaves out."""
+
+
 class Network(nn.Module):
-    """A linear layer, and what a case adds."""
+    """A linear layer, and what a case adds.
 
-    def __init__(self):
+    Args:
+        make: (network), when it is built.
+        note: (network, input), in each forward.
+        forward: (network, input) -> output, in the place of the layer.
+        scales: has a parameter of its own, so the whole network is one layer.
+    """
+
+    def __init__(
+        self, make: Callable = nothing, note: Callable = nothing,
+        forward: Callable = lambda net, x: net.linear(x), *, scales: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.calls = 0
-        self.linear = nn.Linear(4, 3)
-        self.make()
-
-    def make(self) -> None:
-        """What a case adds."""
-
-    def note(self, x: Tensor) -> None:
-        """What a case does with an input."""
+        self.calls, self.linear = 0, nn.Linear(4, 3)
+        self.note, self.run, self.scales = note, forward, scales
+        if scales:
+            self.scale = nn.Parameter(torch.ones(4))
+        make(self)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.note(x)
-        return self.linear(x)
+        x = x * self.scale if self.scales else x
+        self.note(self, x)
+        return self.run(self, x)
 
 
-class Scaled(Network):
-    """Has a parameter of its own, so the whole network is one layer."""
+def has(**values: object) -> Callable[[nn.Module], None]:
+    """Makes attributes, copies of these for each network."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
+    def make(net: nn.Module) -> None:
+        for name, value in values.items():
+            setattr(net, name, copy.deepcopy(value))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale)
+    return make
 
 
-REFUSED: dict[str, tuple[type, str]] = {}
+def buffer(name: str = "mean", size: int = 4, **options: bool) -> Callable[[nn.Module], None]:
+    return lambda net: net.register_buffer(name, torch.zeros(size), **options)
 
 
-def refused(name: str):
-    """Registers a network under the name that a refusal gives."""
-    return lambda kind: REFUSED.setdefault(kind.__name__, (kind, name))[0]
+def put(name: str, value: Callable[..., object]) -> Callable:
+    """Sets an attribute to a function of the network, and in a forward of the input."""
+    return lambda *given: setattr(given[0], name, value(*given))
 
 
-@refused("scale")
-class InitialisedByTheFirstBatch(Scaled):
-    def make(self):
-        self.initialized = False
+def from_the_third(note: Callable) -> Callable:
+    return lambda net, x: note(net, x) if net.calls > 2 else None
 
-    def note(self, x):
-        if not self.initialized:
-            self.scale.data.copy_(1 / (x.std(0) + 1))
-            self.initialized = True
 
-
-@refused("scale")
-class InitialisedBehindABuffer(Scaled):
-    def make(self):
-        self.register_buffer("initialized", torch.tensor(0), persistent=False)
-
-    def note(self, x):
-        if not self.initialized:
-            self.scale.data = 1 / (x.std(0) + 1)
-            self.initialized.fill_(1)
-
-
-@refused("frozen")
-class RunningMeanInAFrozenParameter(Network):
-    def make(self):
-        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
-
-    def note(self, x):
-        with torch.no_grad():
-            self.frozen.mul_(0.9).add_(x.mean(0), alpha=0.1)
-
-
-@refused("scale")
-class Shrinking(Scaled):
-    def note(self, x):
-        with torch.no_grad():
-            self.scale.mul_(0.9)
-
-
-@refused("mean")
-class BufferOfTheFirstForward(Network):
-    def note(self, x):
-        if not hasattr(self, "mean"):
-            self.register_buffer("mean", x.mean(0))
-
-
-@refused("mean")
-class BufferFromTheThirdOn(Network):
-    def make(self):
-        self.register_buffer("mean", torch.zeros(4))
-
-    def note(self, x):
-        if self.calls > 2:
-            self.mean += x.mean(0)
-
-
-@refused("mean")
-class BufferReplacedFromTheThirdOn(Network):
-    def make(self):
-        self.register_buffer("mean", torch.zeros(4))
-
-    def note(self, x):
-        if self.calls > 2:
-            self.mean = x.mean(0)
-
-
-@refused("mean")
-class NonPersistentBuffer(Network):
-    def make(self):
-        self.register_buffer("mean", torch.zeros(4), persistent=False)
-
-    def note(self, x):
-        self.mean.lerp_(x.mean(0), 0.1)
-
-
-@refused("scale")
-class ParameterReplaced(Scaled):
-    def note(self, x):
-        if self.calls == 3:
-            self.scale = nn.Parameter(self.scale.detach() * 2)
-
-
-@refused("scale")
-class ParameterOfOtherMemory(Scaled):
-    def note(self, x):
-        if self.calls == 3:
-            self.scale.data = self.scale.data * 2
-
-
-@refused("late")
-class ParameterAdded(Network):
-    def note(self, x):
-        if self.calls == 3:
-            self.late = nn.Parameter(torch.ones(3))
-
-
-@refused("late")
-class ModuleAdded(Network):
-    def note(self, x):
-        if not hasattr(self, "late"):
-            self.late = nn.Linear(4, 4)
-
-
-@refused("unused")
-class ParameterRemoved(Network):
-    def make(self):
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def note(self, x):
-        if self.calls == 3:
-            del self.unused
-
-
-@refused("mean")
-class AverageInATensor(Network):
-    def make(self):
-        self.mean = torch.zeros(4)
-
-    def note(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-
-
-@refused("mean")
-class AverageInATensorInPlace(Network):
-    def make(self):
-        self.mean = torch.zeros(4)
-
-    def note(self, x):
-        self.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
-
-
-@refused("mean")
-class AverageFromTheThirdOn(Network):
-    def make(self):
-        self.mean = torch.zeros(4)
-
-    def note(self, x):
-        if self.calls > 2:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-
-
-@refused("mean")
-class AverageInANumber(Network):
-    def make(self):
-        self.mean = 0.0
-
-    def note(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
-
-
-@refused("history")
-class List(Network):
-    def make(self):
-        self.history = []
-
-    def note(self, x):
-        self.history.append(x.mean().item())
-
-
-@refused("history")
-class ListFromTheThirdOn(Network):
-    def make(self):
-        self.history = deque(maxlen=4)
-
-    def note(self, x):
-        if self.calls > 2:
-            self.history.append(x.mean())
-
-
-@refused("largest")
-class Extreme(Network):
-    def make(self):
-        self.largest = 0.0
-
-    def note(self, x):
-        self.largest = max(self.largest, x.abs().max().item())
-
-
-@refused("queue")
-class Queue(Network):
-    """The last features, as a contrastive loss keeps them."""
-
-    def make(self):
-        self.queue = torch.zeros(3, 4)
-
-    def note(self, x):
-        self.queue[self.calls % 3] = x.mean(0)
-
-
-@refused("mean")
-class BackwardHook(Network):
-    def make(self):
-        self.mean = 0.0
-        self.linear.register_full_backward_hook(self.seen)
-
-    def seen(self, module, before, after):
-        self.mean = 0.9 * self.mean + after[0].mean()
-
-
-class Tracker:
-    def __init__(self):
-        self.values = {"mean": torch.zeros(4)}
-
-
-@refused("tracker.values.mean")
-class ObjectOfItsOwn(Network):
-    def make(self):
-        self.tracker = Tracker()
-
-    def note(self, x):
-        self.tracker.values["mean"] = self.tracker.values["mean"] + x.mean(0)
-
-
-@refused("parts.0.mean")
-class BufferOfAModuleInAList(Network):
-    def make(self):
-        part = nn.Module()
-        part.register_buffer("mean", torch.zeros(4))
-        self.parts = {"0": part}
-
-    def note(self, x):
-        self.parts["0"].mean += x.mean(0)
-
-
-@refused("seen")
-class LastBatch(Network):
-    """Each batch sees the one before."""
-
-    def make(self):
-        self.seen = torch.zeros(4)
-
-    def forward(self, x):
-        y = self.linear(x + self.seen)
-        self.seen = x.mean(0)
-        return y
-
-
-@refused("linear.mean")
-class ForwardHook(Network):
-    def make(self):
-        def note(module, args, output):
-            module.mean = 0.9 * getattr(module, "mean", 0) + 0.1 * output.detach().mean()
-
-        self.linear.register_forward_hook(note)
-
-
-class Backward(torch.autograd.Function):
-    """The identity; its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        ctx.function(gy)
-        return gy, None
-
-
-class InBackward(Network):
-    def forward(self, x):
-        return Backward.apply(self.linear(x), self.seen)
-
-
-@refused("mean")
-class BufferInBackward(InBackward):
-    def make(self):
-        self.register_buffer("mean", torch.zeros(3))
-
-    def seen(self, gy):
-        self.mean += gy.mean(0)
-
-
-@refused("mean")
-class AttributeInBackward(InBackward):
-    def make(self):
-        self.mean = torch.zeros(3)
-
-    def seen(self, gy):
-        self.mean = self.mean + gy.mean(0) * self.linear.weight.sum()
-
-
-def steps(network: nn.Module, count: int = STEPS, rows: int = 4, mode: str = "bookkeeping"):
+def in_the_third(note: Callable) -> Callable:
+    return lambda net, x: note(net, x) if net.calls == 3 else None
+
+
+def average(net: nn.Module, x: Tensor) -> Tensor:
+    return 0.9 * net.mean + 0.1 * x.mean(0)
+
+
+def initialise(net: nn.Module, x: Tensor) -> None:
+    if not net.initialized:
+        net.scale.data.copy_(1 / (x.std(0) + 1))
+        net.initialized = True
+
+
+def initialise_behind_a_buffer(net: nn.Module, x: Tensor) -> None:
+    if not net.initialized:
+        net.scale.data = 1 / (x.std(0) + 1)
+        net.initialized.fill_(1)
+
+
+def made_once(name: str, make: Callable) -> Callable:
+    """Makes a member in the first forward, of its input."""
+    return lambda net, x: None if hasattr(net, name) else make(net, x)
+
+
+def hook_backward(net: nn.Module) -> None:
+    net.mean = 0.0
+    net.linear.register_full_backward_hook(
+        lambda module, before, after: setattr(net, "mean", 0.9 * net.mean + after[0].mean())
+    )
+
+
+def hook_forward(net: nn.Module) -> None:
+    net.linear.register_forward_hook(lambda module, args, output: setattr(
+        module, "mean", 0.9 * getattr(module, "mean", 0) + 0.1 * output.detach().mean()
+    ))  # fmt: skip
+
+
+def list_a_module(net: nn.Module) -> None:
+    part = nn.Module()
+    buffer()(part)
+    net.parts = {"0": part}
+
+
+def add_the_last_batch(net: nn.Module, x: Tensor) -> Tensor:
+    y = net.linear(x + net.seen)
+    net.seen = x.mean(0)
+    return y
+
+
+def in_backward(note: Callable[[nn.Module, Tensor], object]) -> Callable:
+    return lambda net, x: with_backward(net.linear(x), lambda gy: [note(net, gy), None][1])
+
+
+NO_MEAN = has(mean=torch.zeros(4))
+REFUSED = {  # the name that the refusal gives, and a network
+    "initialised by the first batch": (
+        "scale", lambda: Network(has(initialized=False), initialise, scales=True)),
+    "initialised behind a buffer": (
+        "scale", lambda: Network(buffer("initialized", 1, persistent=False),
+                                 initialise_behind_a_buffer, scales=True)),
+    "running mean in a frozen parameter": (
+        "frozen", lambda: Network(
+            has(frozen=nn.Parameter(torch.zeros(4), requires_grad=False)),
+            lambda net, x: net.frozen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1))),
+    "shrinking": (
+        "scale", lambda: Network(note=lambda net, x: net.scale.detach().mul_(0.9), scales=True)),
+    "buffer of the first forward": (
+        "mean", lambda: Network(note=made_once(
+            "mean", lambda net, x: net.register_buffer("mean", x.mean(0))))),
+    "buffer from the third on": (
+        "mean", lambda: Network(
+            buffer(), from_the_third(lambda net, x: net.mean.add_(x.mean(0))))),
+    "buffer replaced from the third on": (
+        "mean", lambda: Network(buffer(), from_the_third(put("mean", lambda _, x: x.mean(0))))),
+    "non-persistent buffer": (
+        "mean", lambda: Network(
+            buffer(persistent=False), lambda net, x: net.mean.lerp_(x.mean(0), 0.1))),
+    "parameter replaced": (
+        "scale", lambda: Network(
+            note=in_the_third(put("scale", lambda net, _: nn.Parameter(net.scale.detach() * 2))),
+            scales=True)),
+    "parameter of other memory": (
+        "scale", lambda: Network(
+            note=in_the_third(lambda net, _: setattr(net.scale, "data", net.scale.data * 2)),
+            scales=True)),
+    "parameter added": (
+        "late", lambda: Network(
+            note=in_the_third(put("late", lambda *_: nn.Parameter(torch.ones(3)))))),
+    "module added": (
+        "late", lambda: Network(
+            note=made_once("late", put("late", lambda *_: nn.Linear(4, 4))))),
+    "parameter removed": (
+        "unused", lambda: Network(
+            has(unused=nn.Parameter(torch.ones(3))),
+            in_the_third(lambda net, _: delattr(net, "unused")))),
+    "average in a tensor": ("mean", lambda: Network(NO_MEAN, put("mean", average))),
+    "average in a tensor in place": (
+        "mean", lambda: Network(
+            NO_MEAN, lambda net, x: net.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1))),
+    "average from the third on": (
+        "mean", lambda: Network(NO_MEAN, from_the_third(put("mean", average)))),
+    "average in a number": (
+        "mean", lambda: Network(
+            has(mean=0.0), put("mean", lambda net, x: 0.9 * net.mean + 0.1 * x.mean().item()))),
+    "list": (
+        "history", lambda: Network(
+            has(history=[]), lambda net, x: net.history.append(x.mean().item()))),
+    "list from the third on": (
+        "history", lambda: Network(
+            has(history=deque(maxlen=4)),
+            from_the_third(lambda net, x: net.history.append(x.mean())))),
+    "extreme": (
+        "largest", lambda: Network(
+            has(largest=0.0),
+            put("largest", lambda net, x: max(net.largest, x.abs().max().item())))),
+    "queue of features, as of a contrastive loss": (
+        "queue", lambda: Network(
+            has(queue=torch.zeros(3, 4)),
+            lambda net, x: net.queue[net.calls % 3].copy_(x.mean(0)))),
+    "hook of backward": ("mean", lambda: Network(hook_backward)),
+    "object of its own": (
+        r"tracker.values.mean", lambda: Network(
+            has(tracker=SimpleNamespace(values={"mean": torch.zeros(4)})),
+            lambda net, x: net.tracker.values.update(mean=net.tracker.values["mean"] + x.mean(0)))),
+    "buffer of a module in a list": (
+        "parts.0.mean", lambda: Network(
+            list_a_module, lambda net, x: net.parts["0"].mean.add_(x.mean(0)))),
+    "last batch, which each one sees": (
+        "seen", lambda: Network(has(seen=torch.zeros(4)), forward=add_the_last_batch)),
+    "hook of forward": ("linear.mean", lambda: Network(hook_forward)),
+    "buffer in backward": (
+        "mean", lambda: Network(
+            buffer(size=3), forward=in_backward(lambda net, gy: net.mean.add_(gy.mean(0))))),
+    "attribute in backward": (
+        "mean", lambda: Network(
+            has(mean=torch.zeros(3)), forward=in_backward(
+                put("mean", lambda net, gy: net.mean + gy.mean(0) * net.linear.weight.sum())))),
+}  # fmt: skip
+
+
+def steps(
+    network: nn.Module, count: int = STEPS, rows: int = 4, mode: str = "bookkeeping",
+    longer: bool = False,
+):  # fmt: skip
+    """Trains on batches of 4 features, or of one more each time."""
     torch.manual_seed(0)
     model = private(network.train(), mode)
     for n in range(count):
-        x = torch.randn(rows, 4 + n if isinstance(network, Longer) else 4)
+        x = torch.randn(rows, 4 + n * longer)
         private_loss(model, (x, torch.randn(rows, 3)), zoo.product).backward()
         model.zero_grad()
     return model
@@ -351,18 +232,18 @@ def steps(network: nn.Module, count: int = STEPS, rows: int = 4, mode: str = "bo
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_state_that_carries_data_is_refused_by_name(case):
-    kind, name = REFUSED[case]
+    name, make = REFUSED[case]
     with pytest.raises(ValueError, match=rf"[ ,.]{name}[:\[,]"):
-        steps(kind())
+        steps(make())
 
 
 ATTRIBUTES = ("initialized", "mean", "history", "seen", "largest", "queue", "calls")
 
 
-@pytest.mark.parametrize("case", [case for case in REFUSED if "Backward" not in case])
+@pytest.mark.parametrize("case", [case for case in REFUSED if "backward" not in case])
 def test_a_refused_search_leaves_no_trace(case):
     """All that the first forward has changed is as it was before."""
-    network = REFUSED[case][0]()
+    network = REFUSED[case][1]()
     before, attributes = copy.deepcopy(network.state_dict()), _attributes(network)
     owned = list(network.parameters())
     try:
@@ -381,141 +262,83 @@ def _attributes(network):
     return copy.deepcopy({n: v.tolist() if hasattr(v, "tolist") else v for n, v in values.items()})
 
 
-ACCEPTED: dict[str, type] = {}
+def warm_up(net: nn.Module, x: Tensor) -> None:
+    net.rate = min(1.0, net.rate + 0.25)
+    net.rates.append(net.rate)
 
 
-def accepted(kind: type) -> type:
-    return ACCEPTED.setdefault(kind.__name__, kind)
+def with_table(table: Callable[[nn.Module, int], Tensor]) -> Callable:
+    """Multiplies with a table that is as long as the batch's samples."""
+    return lambda net, x: net.linear(x[:, :4] * table(net, x.shape[1])[:4])
 
 
-@accepted
-class Counter(Network):
-    """`calls` alone."""
+def keep_table(net: nn.Module, length: int = 4) -> None:
+    net.register_buffer("cached", torch.ones(length).cos(), persistent=False)
 
 
-@accepted
-class CounterInABuffer(Network):
-    def make(self):
-        self.register_buffer("steps", torch.tensor(0), persistent=False)
-
-    def note(self, x):
-        self.steps += 1
-
-
-@accepted
-class WarmUp(Network):
-    """A schedule by a count, kept as a number and as a tensor."""
-
-    def make(self):
-        self.rate, self.rates = 0.0, []
-
-    def note(self, x):
-        self.rate = min(1.0, self.rate + 0.25)
-        self.rates.append(self.rate)
-
-    def forward(self, x):
-        return super().forward(x) * self.rate
-
-
-class Longer(Network):
-    """Batches that have another length each."""
-
-    def forward(self, x):
-        return super().forward(x[:, :4] * self.table(x.shape[1])[:4])
-
-
-@accepted
-class TableInABuffer(Longer):
+def longer(net: nn.Module, length: int) -> Tensor:
     """As rotary embeddings that are made longer, by Hugging Face's way."""
-
-    def make(self):
-        self.register_buffer("cached", torch.ones(4).cos(), persistent=False)
-
-    def table(self, length):
-        if length > len(self.cached):
-            self.register_buffer("cached", torch.ones(length).cos(), persistent=False)
-        return self.cached
+    if length > len(net.cached):
+        keep_table(net, length)
+    return net.cached
 
 
-@accepted
-class TableMadeInTheFirstForward(Longer):
-    def table(self, length):
-        if getattr(self, "length", 0) < length:
-            self.length = length
-            self.register_buffer("cached", torch.ones(length).cos(), persistent=False)
-        return self.cached
+def of_known_length(net: nn.Module, length: int) -> Tensor:
+    if getattr(net, "length", 0) < length:
+        net.length = length
+        keep_table(net, length)
+    return net.cached
 
 
-@accepted
-class TablesInADict(Longer):
-    def make(self):
-        self.tables = {}
-
-    def table(self, length):
-        if length not in self.tables:
-            self.tables[length] = torch.ones(length).cos()
-        return self.tables[length]
+def looked_up(net: nn.Module, length: int) -> Tensor:
+    return net.tables.setdefault(length, torch.ones(length).cos())
 
 
-@accepted
-class KeptForALook(Network):
-    """Attention weights, losses, features: written by each forward, read by none."""
-
-    def note(self, x):
-        self.features = {"x": x, "mean": [x.mean(0)]}
+def log_outputs(net: nn.Module) -> None:
+    log = []
+    net.linear.register_forward_hook(lambda module, args, y: log.append(y.detach().mean()))
 
 
-@accepted
-class LogOfAHook(Network):
-    def make(self):
-        log = []
-        self.linear.register_forward_hook(lambda module, args, y: log.append(y.detach().mean()))
+def make_a_constant_without_a_version(net: nn.Module) -> None:
+    with torch.inference_mode():
+        net.register_buffer("constant", torch.ones(4))
 
 
-@accepted
-class Random(Network):
-    """By torch's generator, by one of its own, and by Python's."""
-
-    def make(self):
-        self.generator = torch.Generator().manual_seed(0)
-
-    def note(self, x):
-        self.noise = torch.randn(3) + torch.randn(3, generator=self.generator)
-
-
-@accepted
-class WeightNorm(Network):
-    def make(self):
-        self.linear = nn.utils.parametrizations.weight_norm(self.linear)
-
-
-@accepted
-class Checkpointed(Network):
-    def forward(self, x):
-        run = torch.utils.checkpoint.checkpoint
-        return run(super().forward, x, use_reentrant=False)
-
-
-@accepted
-class Inference(Network):
-    """A constant that has no version."""
-
-    def make(self):
-        with torch.inference_mode():
-            self.register_buffer("constant", torch.ones(4))
-
-    def forward(self, x):
-        return super().forward(x + self.constant.clone())
+ACCEPTED = {
+    "counter": lambda: Network(),
+    "counter in a buffer": lambda: Network(
+        lambda net: net.register_buffer("steps", torch.tensor(0), persistent=False),
+        lambda net, x: net.steps.add_(1)),
+    "warm-up, by a number and a list": lambda: Network(
+        has(rate=0.0, rates=[]), warm_up, lambda net, x: net.linear(x) * net.rate),
+    "table in a buffer": lambda: Network(
+        keep_table, forward=with_table(longer)),
+    "table made in the first forward": lambda: Network(forward=with_table(of_known_length)),
+    "tables in a dictionary": lambda: Network(has(tables={}), forward=with_table(looked_up)),
+    "features kept for a look": lambda: Network(
+        note=put("features", lambda net, x: {"x": x, "mean": [x.mean(0)]})),
+    "log of a hook": lambda: Network(log_outputs),
+    "random, by torch's generator and its own": lambda: Network(
+        put("generator", lambda *_: torch.Generator().manual_seed(0)),
+        put("noise", lambda net, x: torch.randn(3) + torch.randn(3, generator=net.generator))),
+    "weight norm": lambda: Network(
+        put("linear", lambda net: nn.utils.parametrizations.weight_norm(net.linear))),
+    "checkpointed": lambda: Network(
+        forward=lambda net, x: checkpoint(net.linear, x, use_reentrant=False)),
+    "inference": lambda: Network(
+        make_a_constant_without_a_version,
+        forward=lambda net, x: net.linear(x + net.constant.clone())),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "mode"), in_turn(ACCEPTED, ["bookkeeping", "ghost"]))
 def test_state_that_carries_none_is_not(case, mode):
-    steps(ACCEPTED[case](), mode=mode)
+    steps(ACCEPTED[case](), mode=mode, longer="table" in case)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_the_optimizer_and_the_user_change_between_steps_is_not(rows):
-    network = Scaled()
+    network = Network(scales=True)
     model = steps(network, 2, rows)
     with torch.no_grad():
         network.scale.mul_(2)
@@ -532,12 +355,11 @@ def test_the_search_counts_no_call():
 
 
 def test_a_forward_that_fails_in_the_search_leaves_no_trace():
-    class Failing(Scaled):
-        def note(self, x):
-            self.scale.data.zero_()
-            raise RuntimeError("of the network's own")
+    def fail(net, x):
+        net.scale.data.zero_()
+        raise RuntimeError("of the network's own")
 
-    network = Failing()
+    network = Network(note=fail, scales=True)
     with pytest.raises(ValueError, match="scale"):
         steps(network, 1)
     assert torch.equal(network.scale, torch.ones(4))

@@ -13,12 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from ddp_by_hand.lm.rank_pool import Context  # noqa: E402
 from dp_clipping.integrations.transformers import PrivacyArguments, PrivateTrainer  # noqa: E402
-from tests.support.language_models import (  # noqa: E402
-    collated,
-    language_model,
-    reference_gradients,
-    samples_of,
-)
+from tests.support.language_models import collated, language_model, reference_gradients, samples_of  # noqa: E402
 
 
 class Recorded(torch.utils.data.Dataset):

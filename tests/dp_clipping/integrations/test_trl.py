@@ -12,11 +12,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from dp_clipping.integrations.preference_losses import LOSSES, loss_of_pairs  # noqa: E402
-from dp_clipping.integrations.trl import (  # noqa: E402
-    PrivacyArguments,
-    PrivateDPOTrainer,
-    PrivateSFTTrainer,
-)
+from dp_clipping.integrations.trl import PrivacyArguments, PrivateDPOTrainer, PrivateSFTTrainer  # noqa: E402
 from tests.support.language_models import language_model  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(30)]

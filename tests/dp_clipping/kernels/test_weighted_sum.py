@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from dp_clipping.kernels import weighted_sum as weighted_sum_file
-from dp_clipping.kernels.weighted_sum import (
-    weighted_sum,
-    weighted_sum_plain,
-    weighted_sums,
-)
+from dp_clipping.kernels.weighted_sum import weighted_sum, weighted_sum_plain, weighted_sums
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_within, on_kernels, poison
 
 

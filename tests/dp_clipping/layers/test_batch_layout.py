@@ -8,11 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_clipping.layers.batch_layout import FEW, MORE, Layout, find_layout
-from tests.dp_clipping.conftest import (
-    assert_step,
-    clipped_sums,
-    private,
-)
+from tests.dp_clipping.conftest import assert_step, clipped_sums, private
 from tests.support import zoo
 
 B, T, P = 4, 5, 6

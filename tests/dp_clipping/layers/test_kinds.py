@@ -59,6 +59,9 @@ def own_weight(layer: DPLSTM) -> None:
 
 
 KINDS = {
+    "linear": [nn.Linear(2, 2)],
+    "embedding": [nn.Embedding(2, 2)],
+    "layer_norm": [nn.LayerNorm(2)],
     "recurrent": [
         Named(2, 2),
         *(kind(2, 2, 2, bidirectional=True)
@@ -68,6 +71,7 @@ KINDS = {
     "attention": [nn.MultiheadAttention(4, 2)],
     "registered": [Gate(2, 2)],
     "vectorized": [
+        nn.Bilinear(2, 2, 2),
         First(2, 2), parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
         Doubled(2, 2), parametrizations.weight_norm(nn.LSTMCell(2, 2), "weight_hh"),
         changed(nn.RNNCell(2, 2), compute_a_weight),

@@ -24,11 +24,7 @@ from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.sums import fused
 from dp_clipping.step.sums.layer_plans import FusedPlans
-from tests.dp_clipping.conftest import (
-    assert_close,
-    clipped_sums,
-    private,
-)
+from tests.dp_clipping.conftest import assert_close, clipped_sums, private
 from tests.support import zoo
 
 STYLES = (("flash_bookkeeping", "auto", "flat"), ("flash", "width", "per_layer"))

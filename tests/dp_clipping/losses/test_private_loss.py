@@ -14,6 +14,7 @@ from dp_clipping import PrivacyEngine
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.losses.private_loss import PrivateLoss
 from tests.dp_clipping.conftest import private
+from tests.support import zoo
 from tests.support.engine import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False")
@@ -200,13 +201,8 @@ def test_losses_of_evaluations_of_any_size_add_up(run):
     assert float(parts[0] + parts[1]) == pytest.approx(sum(float(p) for p in parts))
 
 
-class Both(nn.Module):
-    def __init__(self, network):
-        super().__init__()
-        self.body = network
-
-    def forward(self, real, fake):
-        return self.body(real), self.body(fake)
+def both(network):
+    return zoo.Net(lambda net, real, fake: (net.body(real), net.body(fake)), body=network)
 
 
 @pytest.mark.parametrize("poisson", [False, True])
@@ -217,7 +213,7 @@ def test_two_backwards_of_a_gan_are_told_what_works(poisson):
     run.criterion(run.model(x), y).backward()
     with pytest.raises(RuntimeError, match=r"two losses of .* forward returns both outputs, as "):
         run.criterion(run.model(torch.randn_like(x)), 1 - y).backward()
-    run = make(PrivacyEngine(), Both, poisson_sampling=poisson)
+    run = make(PrivacyEngine(), both, poisson_sampling=poisson)
     x, y = run.batch
     real, fake = run.model(x, torch.randn_like(x))
     (run.criterion(real, y) + run.criterion(fake, 1 - y)).backward()

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from tests.dp_clipping.conftest import Unseen, private, private_loss
 from tests.support import engine, zoo
+from tests.support.backwards import with_backward
 from tests.support.engine import CHANGED, CHANGES
 
 pytestmark = pytest.mark.filterwarnings("ignore:the batch of this step did not come from")
@@ -224,20 +225,13 @@ class Held(torch.autograd.Function):
         return gy
 
 
-class Fails(torch.autograd.Function):
-    """Its first backwards do not: they are of the search for samples that see each other."""
+def may_fail(gy):
+    """Not at first, in the search for samples that see each other."""
+    if may_fail.is_on:
+        raise torch.OutOfMemoryError("as if")
 
-    is_on = False
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        if Fails.is_on:
-            raise torch.OutOfMemoryError("as if")
-        return gy
+may_fail.is_on = False
 
 
 class Branches(nn.Module):
@@ -249,7 +243,7 @@ class Branches(nn.Module):
 
     def forward(self, x):
         x = Held.apply(self.first(x))
-        return self.one(x) * Fails.apply(self.other(x))
+        return self.one(x) * with_backward(self.other(x), may_fail)
 
 
 @pytest.mark.parametrize("batches", [0, 2], ids=["in_a_check", "in_a_step"])
@@ -260,7 +254,7 @@ def test_a_backward_that_failed_keeps_no_activations(batches, monkeypatch):
     batch = torch.randn(3, 4), torch.randn(3, 4)
     for _ in range(batches):
         private_loss(model, batch, zoo.product)
-    monkeypatch.setattr(Fails, "is_on", True)
+    monkeypatch.setattr(may_fail, "is_on", True)
     HELD.values.clear()
     with pytest.raises(torch.OutOfMemoryError):
         private_loss(model, batch, zoo.product).backward()

@@ -212,21 +212,15 @@ def per_sample(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum(1)
 
 
-class Tokens(nn.Module):
+def words() -> nn.Module:
     """[B, T] ids -> [B, T, ids]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(WIDTH, 4), nn.Linear(4, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.words(ids))
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(WIDTH, 4), nn.Linear(4, WIDTH))
 
 
 IDS = whole(WIDTH, TOKENS)
 NEXT = IDS.roll(1, 1).index_fill(1, torch.tensor([2]), -100)
-WORDS = {"build": Tokens, "inputs": IDS}
+WORDS = {"build": words, "inputs": IDS}
 
 
 def flattened(run: SimpleNamespace, x: Tensor, y: Tensor) -> Any:

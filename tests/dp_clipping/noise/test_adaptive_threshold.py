@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dp_clipping.noise.adaptive_threshold import (
-    DEFAULT_STD,
-    STREAM,
-    AdaptiveThreshold,
-)
+from dp_clipping.noise.adaptive_threshold import DEFAULT_STD, STREAM, AdaptiveThreshold
 from tests.support import zoo
 
 KEY = bytes(range(32))

@@ -39,28 +39,12 @@ def layers(draw):
     if kind == "embedding":
         return nn.Embedding(more + 1, width, padding_idx=draw(st.sampled_from([None, 0]))), tokens
     if kind == "lstm":
-        return First(nn.LSTM(width, more, bias=bias, batch_first=True)), (tokens, width)
-    return Scale(width), (tokens, width)
-
-
-class First(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-class Scale(nn.Module):
-    """Parameters of no layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).sin()
+        return zoo.Net(
+            lambda net, x: net.layer(x)[0],
+            layer=nn.LSTM(width, more, bias=bias, batch_first=True),
+        ), (tokens, width)
+    scale = nn.Parameter(torch.randn(width))  # of no layer
+    return zoo.Net(lambda net, x: (x * net.scale).sin(), scale=scale), (tokens, width)
 
 
 def with_strides(x: Tensor, layout: str) -> Tensor:

@@ -35,6 +35,31 @@ def made(accountant="rdp", **options):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_module_of_this_engine_is_saved_and_loaded(wrap_model, path):
+    engine, _, (model, optimizer, _, loader) = made(wrap_model=wrap_model)
+    given = {"path": path, "module": model, "optimizer": optimizer, "data_loader": loader}
+    engine.save_checkpoint(**given)
+    for p in model.parameters():
+        p.detach().add_(1.0)
+    before = [p.clone() for p in model.parameters()]
+    engine.load_checkpoint(**given)
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_what_another_engine_has_returned_is_not(path):
+    engine, _, (model, *_) = made()
+    _, _, (other, other_optimizer, _, other_loader) = made()
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        for given, message in (
+            ({"module": other}, "module is not one that this engine's make_private"),
+            ({"optimizer": other_optimizer}, "optimizer is not the one that make_private returned"),
+            ({"data_loader": other_loader}, "data_loader is not the one"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(**{"path": path, "module": model} | given)
+
+
 def train(batches, model, optimizer, criterion):
     for x, y in batches:
         criterion(model(x), y).backward()

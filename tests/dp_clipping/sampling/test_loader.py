@@ -7,11 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dp_clipping.sampling.given_loader import batches_of, expected_batch_size_of
 from dp_clipping.sampling.loader import PoissonLoader

@@ -83,17 +83,6 @@ def test_a_forward_that_fails_opens_none(model):
     private_loss(model, (torch.ones(5, 3), torch.ones(5, 2)), zoo.product).backward()
 
 
-def test_a_normalisation_that_was_fixed_stays_so():
-    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    network[1].requires_grad_(False)
-    network[1].eval()
-    model = private(network, "bookkeeping")
-    model(torch.ones(4, 3))
-    network.train()
-    with pytest.raises(ValueError, match=r"1 .*BatchNorm1d"):
-        model(torch.ones(4, 3))
-
-
 class LastState(nn.Module):
     def __init__(self):
         super().__init__()
@@ -144,22 +133,17 @@ def test_a_packed_sequence_is_an_argument(place, is_sorted, batch_first):
     assert not hooks_of(network)
 
 
-class Rarely(nn.Module):
+def rarely(net, x):
     """Computes the same by other operators where the batch has a 20."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.randn(5)), nn.Linear(5, 2)
-
-    def forward(self, x):
-        is_rare = bool((x == 20).any())
-        return self.layer((x[:, None] * self.scale)[:, 0] if is_rare else x * self.scale)
+    is_rare = bool((x == 20).any())
+    return net.layer((x[:, None] * net.scale)[:, 0] if is_rare else x * net.scale)
 
 
 def test_operators_that_no_search_sees_run_under_vmap():
     """In a batch that is not checked, and at a sample that a second search does not look at."""
     torch.manual_seed(0)
-    network = Rarely().double()
+    scale, layer = nn.Parameter(torch.randn(5)), nn.Linear(5, 2)
+    network = zoo.Net(rarely, scale=scale, layer=layer).double()
     model, found = private(copy.deepcopy(network)), []
     for batch in range(3):
         x = torch.randn(6, 5, dtype=torch.float64)
@@ -188,20 +172,14 @@ def test_what_a_backward_changes_is_looked_at():
         step(lambda gradient: network.count.add_(1) and None)
 
 
-class InAutocast(nn.Module):
-    """Reads the last position, and runs in autocast alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, CLASSES)
-
-    def forward(self, ids):
-        return self.head(self.words(ids).bfloat16())[:, -1]
-
-
 def test_lengths_are_compared_in_the_autocast_of_the_forward():
+    """The network reads the last position, and runs in autocast alone."""
+    network = zoo.Net(
+        lambda net, ids: net.head(net.words(ids).bfloat16())[:, -1],
+        words=nn.Embedding(WORDS, 6), head=nn.Linear(6, CLASSES),
+    )  # fmt: skip
     with pytest.raises(ValueError, match=REFUSED):
-        train(InAutocast(), loop=in_autocast)
+        train(network, loop=in_autocast)
 
 
 def test_a_compiled_network_refuses_packed_sequences_with_the_call_that_works():

@@ -7,33 +7,18 @@ from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.criterion import PrivateCriterion
 from tests.dp_clipping.conftest import private
+from tests.support import zoo
+from tests.support.backwards import computed_again
 
 
-class ComputedAgain(torch.autograd.Function):
-    """A layer whose backward runs its forward again, as reversible layers have it."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.layer(x), gradient)
-        return x.grad, None
-
-
-class AsksForAll(ComputedAgain):
-    """The same with gradients of parameters as results, which are arguments of it."""
+class AsksForAll(torch.autograd.Function):
+    """A layer computed again in backward; gradients of its parameters are results of that."""
 
     @staticmethod
     def forward(ctx, x, layer, *parameters):
-        return ComputedAgain.forward(ctx, x, layer)
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -45,15 +30,12 @@ class AsksForAll(ComputedAgain):
         return of_x, None, *others
 
 
-class Reversible(nn.Module):
-    def __init__(self, is_frozen, again):
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
-        self.middle.requires_grad_(not is_frozen)
-        self.again = again
-
-    def forward(self, x):
-        return self.last(self.again(self.first(x), self.middle))
+def three_layers(again):
+    """Returns a network of which `again(x, layer)` runs the middle layer."""
+    return zoo.Net(
+        lambda net, x: net.last(again(net.first(x), net.middle)),
+        **{name: nn.Linear(4, 4) for name in ("first", "middle", "last")},
+    )
 
 
 @pytest.mark.parametrize("way", ["freeze", "checkpoint", None, "after what is frozen"])
@@ -63,10 +45,11 @@ def test_a_backward_of_the_network_s_own_is_named(way):
     def again(x, layer):
         if way == "checkpoint":
             return checkpoint(layer, x, use_reentrant=False)
-        return ComputedAgain.apply(x, layer)
+        return computed_again(x, layer)
 
     torch.manual_seed(0)
-    network = Reversible(way == "freeze", again)
+    network = three_layers(again)
+    network.middle.requires_grad_(way != "freeze")
     if way == "after what is frozen":  # autograd alone would not come to such a backward
         network.first.requires_grad_(False)
         network.first.register_forward_hook(lambda _, args, y: y.requires_grad_())
@@ -84,7 +67,7 @@ def test_a_backward_of_the_network_s_own_is_named(way):
 
 def test_a_backward_of_the_network_s_own_that_asks_for_parameters_is_named():
     """PyTorch's own error says `allow_unused=True`, with which nothing would train them."""
-    network = Reversible(False, lambda x, one: AsksForAll.apply(x, one, *one.parameters()))
+    network = three_layers(lambda x, one: AsksForAll.apply(x, one, *one.parameters()))
     x = torch.randn(4, 4)
     network(x).sum().backward()
     assert network.middle.weight.grad is not None

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from dp_clipping.trials.draws import without_dropout
 from tests.dp_clipping.conftest import private
+from tests.support import zoo
 
 
 @pytest.mark.parametrize(
@@ -32,15 +33,11 @@ def test_attention_drops_nothing_inside():
             torch.testing.assert_close(found, expected)
 
 
-class Noisy(nn.Module):
+def noisy(draw):
     """Draws random numbers, how many depends on the values of some samples."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.first, self.last, self.draw = nn.Linear(6, 6), nn.Linear(6, 3), draw
-
-    def forward(self, x):
-        return self.last(self.draw(self.first(x)))
+    return zoo.Net(
+        lambda net, x: net.last(draw(net.first(x))), first=nn.Linear(6, 6), last=nn.Linear(6, 3)
+    )
 
 
 def variates(kind):
@@ -62,7 +59,7 @@ BY_VALUES = {
 def test_noise_whose_amount_depends_on_values_is_no_mixing(draw):
     for seed in range(3):
         torch.manual_seed(seed)
-        model = private(Noisy(draw), "bookkeeping")
+        model = private(noisy(draw), "bookkeeping")
         for _ in range(2):
             model(torch.randn(8, 6))
 
@@ -70,13 +67,13 @@ def test_noise_whose_amount_depends_on_values_is_no_mixing(draw):
 @pytest.mark.parametrize("draw", BY_VALUES.values(), ids=BY_VALUES)
 def test_mixing_before_such_noise_is_found(draw):
     torch.manual_seed(0)
-    model = private(Noisy(lambda x: draw(x - x.mean(0))), "bookkeeping")
+    model = private(noisy(lambda x: draw(x - x.mean(0))), "bookkeeping")
     with pytest.raises(ValueError, match="depends on the other samples"):
         model(torch.randn(8, 6))
 
 
 def test_mixing_behind_it_is_found():
     torch.manual_seed(0)
-    model = private(Noisy(lambda x: torch.rrelu(x, training=True).cumsum(0)), "bookkeeping")
+    model = private(noisy(lambda x: torch.rrelu(x, training=True).cumsum(0)), "bookkeeping")
     with pytest.raises(ValueError, match="depends on the other samples"):
         model(torch.randn(8, 6))

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from dp_clipping.trials.perturb import (
-    enlarged,
-    halves,
-    one_more,
-    one_source,
-    replaced,
-    thirds,
-)
+from dp_clipping.trials.perturb import enlarged, halves, one_more, one_source, replaced, thirds
 from tests.support import host_cost
 
 

@@ -22,6 +22,7 @@ from dp_clipping.verification import check
 from dp_clipping.verification.report import Check
 from tests.dp_clipping.sampling.test_memory_manager import Bags
 from tests.support import replicas, zoo
+from tests.support.backwards import with_backward
 from tests.support.engine import on_any_batches
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
@@ -423,16 +424,9 @@ def test_a_norm_of_one_group(monkeypatch):
     assert not report.ok
 
 
-class MixedBackward(torch.autograd.Function):
-    """Right forward, and right backward of one sample."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gy):
-        return gy + 0.05 * (gy.flip(0) - gy)
+def mixed(gy: Tensor) -> Tensor:
+    """Is right for one sample."""
+    return gy + 0.05 * (gy.flip(0) - gy)
 
 
 def test_a_backward_that_mixes_samples(monkeypatch):
@@ -443,7 +437,7 @@ def test_a_backward_that_mixes_samples(monkeypatch):
     monkeypatch.setattr(LayoutDiscovery, "_check", lambda self, batch: None)
     network = zoo.seeded(
         lambda: zoo.Net(
-            lambda net, x: net.b(torch.tanh(MixedBackward.apply(net.a(x)))),
+            lambda net, x: net.b(torch.tanh(with_backward(net.a(x), mixed))),
             a=nn.Linear(6, 8), b=nn.Linear(8, 3),
         )
     )  # fmt: skip

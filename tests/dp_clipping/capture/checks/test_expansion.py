@@ -13,32 +13,23 @@ T, C = 3, 4
 ROWS = torch.arange(T)
 
 
-class Own(nn.Module):
-    """A module that returns its own parameter."""
-
-    def __init__(self, *shape: int):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(shape))
-
-    def forward(self):
-        return self.table
+def own(*shape: int) -> nn.Module:
+    """Returns its own parameter."""
+    return Net(lambda net: net.table, table=nn.Parameter(torch.randn(shape)))
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """Adds nothing at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.factor = nn.Embedding(T, C), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return x + self.factor * F.normalize(self.rows(ROWS))
+    return Net(
+        lambda net, x: x + net.factor * F.normalize(net.rows(ROWS)),
+        rows=nn.Embedding(T, C), factor=nn.Parameter(torch.zeros(1)),
+    )  # fmt: skip
 
 
 def network(function) -> nn.Module:
     torch.manual_seed(0)
     net = Net(
-        function, rows=nn.Embedding(T, C), own=Own(T, C), square=Own(C, C), gated=Gated(),
+        function, rows=nn.Embedding(T, C), own=own(T, C), square=own(C, C), gated=gated(),
         layer=nn.Linear(C, C), zero=nn.Linear(C, C), end=nn.Linear(C, 2),
     )  # fmt: skip
     with torch.no_grad():

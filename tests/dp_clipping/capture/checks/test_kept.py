@@ -7,12 +7,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import register_layer
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import MODES, assert_close
 from tests.support import registered_layers
+from tests.support.backwards import with_backward
 from tests.support.engine import on_any_batches
 from tests.support.turns import in_turn
+from tests.support.zoo import Net
 
 BATCH, WIDTH, CLIP = 3, 8, 0.01
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -36,54 +39,9 @@ WRITES = {
 }
 
 
-class Scale(torch.autograd.Function):
-    """The identity, whose backward does something to the gradient that it is given."""
-
-    @staticmethod
-    def forward(ctx, x, write):
-        ctx.write = write
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, g):
-        changed = ctx.write(g)
-        return g if changed is None else changed, None
-
-
-class AddBias(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        return x + self.bias
-
-
-class AddTable(nn.Module):
-    """Adds a table, whose per-sample gradients are the output's gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(2, WIDTH // 2))
-
-    def forward(self, x):
-        return (x.unflatten(1, (2, -1)) + self.table).flatten(1)
-
-
 class Tokens(nn.Embedding):
     def forward(self, x):
         return super().forward((x.detach() > 0).long().sum(-1))
-
-
-class Twice(nn.Module):
-    """A layer with two uses, whose factors are joined."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(self.linear(x).tanh())
 
 
 class Apart(registered_layers.Apart):
@@ -97,9 +55,14 @@ KINDS = {
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
     "group_norm": lambda: nn.GroupNorm(2, WIDTH),
     "convolution": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
-    "vmap": AddBias,
-    "table": AddTable,
-    "twice": Twice,
+    "vmap": lambda: Net(lambda net, x: x + net.bias, bias=nn.Parameter(torch.randn(WIDTH))),
+    "table": lambda: Net(
+        lambda net, x: (x.unflatten(1, (2, -1)) + net.table).flatten(1),
+        table=nn.Parameter(torch.randn(2, WIDTH // 2)),
+    ),
+    "twice": lambda: Net(  # its factors are joined
+        lambda net, x: net.linear(net.linear(x).tanh()), linear=nn.Linear(WIDTH, WIDTH)
+    ),
     "cell": lambda: nn.GRUCell(WIDTH, WIDTH),
     "recurrent": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
     "attention": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
@@ -131,8 +94,8 @@ class Branches(nn.Module):
         x = self.first(x)
         if self.layer_first:  # then its backward comes last, and sees what was changed
             a = self.call(x)
-            return self.out(a + Scale.apply(x, self.write))
-        b = Scale.apply(x, self.write)
+            return self.out(a + with_backward(x, self.write))
+        b = with_backward(x, self.write)
         return self.out(self.call(x) + b)
 
 
@@ -171,17 +134,9 @@ def sums_of(network, mode, batch=None, steps=1, before=lambda step: None, **opti
     return {name: p.grad.clone() for name, p in network.named_parameters()}
 
 
-def one_by_one(network, batch=None):
+def one_by_one(network):
     """The same, of one ordinary backward for each sample."""
-    total = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
-    for row in zip(*(x.split(1) for x in batch or data()), strict=True):
-        network.zero_grad()
-        loss(network(row[0]), row[1]).sum().backward()
-        norm = sum(p.grad.square().sum() for p in network.parameters()).sqrt()
-        for name, p in network.named_parameters():
-            total[name] += p.grad * (CLIP / norm).clamp(max=1)
-    network.zero_grad()
-    return total
+    return oracle.clipped_sum(oracle.per_sample_gradients(network, data(), loss), CLIP)
 
 
 def right_or_refused(kind, mode, write, **options):
@@ -309,20 +264,8 @@ class UsedTwice(Branches):
     def forward(self, x):
         x = self.first(x)
         a = self.layer(x)
-        b = Scale.apply(x, self.write)
+        b = with_backward(x, self.write)
         return self.out(a + b + self.layer(x))
-
-
-@every_mode
-def test_a_change_between_two_uses(mode):
-    torch.manual_seed(0)
-    network = UsedTwice("linear", WRITES["mul_"]).train()
-    expected = one_by_one(network)
-    if mode == "per_sample":
-        assert_close(sums_of(network, mode), expected, 1e-4)
-        return
-    with pytest.raises(RuntimeError, match=rf"^layer\.weight: .*{CHANGED}"):
-        sums_of(network, mode)
 
 
 class Between(Hooked):
@@ -335,14 +278,18 @@ class Between(Hooked):
             def change(_):
                 x.data.mul_(100)
 
-            b = Scale.apply(x, change)
+            b = with_backward(x, change)
             return self.out(self.layer(x) + b)
 
 
 @every_mode
-def test_activations_that_change(mode):
+@pytest.mark.parametrize(
+    "build", [lambda: UsedTwice("linear", WRITES["mul_"]), lambda: Between("")],
+    ids=["a_gradient_between_two_uses", "activations"],
+)  # fmt: skip
+def test_a_change_of_what_waits(build, mode):
     torch.manual_seed(0)
-    network = Between("").train()
+    network = build().train()
     if mode == "per_sample":
         assert_close(sums_of(network, mode), one_by_one(network), 1e-4)
         return
@@ -370,7 +317,7 @@ class Keys(nn.Module):
         self.noise = 0.0
 
     def forward(self, x):
-        key = Scale.apply(self.key(x), self.draw)
+        key = with_backward(self.key(x), self.draw)
         return self.out(self.first(x)) + 0 * key.sum(1, keepdim=True)
 
     def draw(self, g):

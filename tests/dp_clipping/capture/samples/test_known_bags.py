@@ -78,20 +78,12 @@ def test_a_frozen_layer_takes_offsets_too():
     assert private(network)(IDS, OFFSETS).shape == (4, 2)
 
 
-class Pairs(nn.Module):
-    """Two bags for each sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(20, 3, mode="sum"), nn.Linear(6, 2)
-
-    def forward(self, ids, offsets):
-        return self.head(self.bag(ids, offsets).view(-1, 6))
-
-
 def test_two_bags_for_each_sample_are_refused():
     with pytest.raises(ValueError, match="one bag for each sample, and several bags of a sample"):
-        private(Pairs())(IDS, OFFSETS)
+        private(zoo.Net(
+            lambda net, ids, offsets: net.head(net.bag(ids, offsets).view(-1, 6)),
+            bag=nn.EmbeddingBag(20, 3, mode="sum"), head=nn.Linear(6, 2),
+        ))(IDS, OFFSETS)  # fmt: skip
 
 
 class TwoBags(nn.Module):

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from tests.dp_clipping.conftest import (
-    MODES,
-    assert_close,
-    criterion_of,
-    gradients_of,
-    private,
-)
+from tests.dp_clipping.conftest import MODES, assert_close, criterion_of, gradients_of, private
 from tests.support import zoo
 from tests.support.turns import in_turn
 

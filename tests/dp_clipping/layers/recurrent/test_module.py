@@ -171,15 +171,11 @@ def test_later_steps_are_as_the_first(packs):
     assert_close(clipped_sums(model, fewer), of_fewer, 0)
 
 
-class Take(nn.Module):
-    def forward(self, found: tuple) -> Tensor:
-        return found[0]
-
-
 def test_dropout_between_layers():
     torch.manual_seed(0)
     layer = nn.GRU(P, H, 2, dropout=0.5, batch_first=True)
-    model, x = private(nn.Sequential(layer, Take()), "ghost"), torch.randn(4, T, P)
+    network = zoo.Net(lambda net, x: net.layer(x)[0], layer=layer)
+    model, x = private(network, "ghost"), torch.randn(4, T, P)
     outputs = model(x)
     assert layer.dropout == 0.5
     assert not torch.allclose(outputs, model(x))

@@ -200,22 +200,19 @@ def test_each_sample_draws_its_own_dropout():
     assert len((y == 0).unique(dim=0)) > 2
 
 
-class Padded(nn.Module):
+def padded(padding_idx: int) -> nn.Module:
     """A table of its own with padding."""
-
-    def __init__(self, padding_idx: int):
-        super().__init__()
-        self.padding_idx, self.table = padding_idx, nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, ids):
-        return torch.nn.functional.embedding(ids, self.table, self.padding_idx)
+    return zoo.Net(
+        lambda net, ids: nn.functional.embedding(ids, net.table, padding_idx),
+        table=nn.Parameter(torch.randn(6, 4)),
+    )
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("padding_idx", [1, -5])
 def test_padding_of_a_table_has_no_gradient(padding_idx, is_known):
     """By the operator itself, or with the module under vmap as a whole."""
-    network = zoo.seeded(lambda: nn.Sequential(Padded(padding_idx), nn.Linear(4, 3))).double()
+    network = zoo.seeded(lambda: nn.Sequential(padded(padding_idx), nn.Linear(4, 3))).double()
     ids = torch.tensor([[1, 2, 3], [1, 1, 4], [2, 5, 1]])
     batch = ids, torch.randn(3, 3, 3, dtype=torch.float64)
     unknown = patch.object(vmap_trial, "learn", side_effect=UnknownOperation("nothing is known"))

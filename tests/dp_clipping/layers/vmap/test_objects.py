@@ -108,15 +108,6 @@ class Through(nn.Module):
         return y
 
 
-class TwoCalls(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.around, self.between = Around(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.around(self.between(self.around(x, True)), False)
-
-
 class Around(nn.Module):
     def __init__(self):
         super().__init__()
@@ -166,10 +157,13 @@ NETWORKS = {
     "a list that is kept": lambda: Skips(list, is_kept=True),
     "a dataclass": lambda: Through(Context),
     "slots": lambda: Through(Slotted),
-    "statistics of the first call": TwoCalls,
+    "statistics of the first call": lambda: zoo.Net(
+        lambda net, x: net.around(net.between(net.around(x, True)), False),
+        around=Around(), between=nn.Linear(4, 4),
+    ),
     "tables": Kept,
     "of a parameter": Twice,
-}
+}  # fmt: skip
 
 
 STYLES = {

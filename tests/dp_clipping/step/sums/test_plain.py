@@ -36,19 +36,16 @@ def test_vectors_of_one_shape_share_a_call(shapes):
     assert shapes == [(8 * BATCH, WIDTH)]
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """Multiplies with two numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.tensor(n)) for n in (2.0, 3.0))
-
-    def forward(self, x):
-        return self.first * x + self.second * x.square()
+    return zoo.Net(
+        lambda net, x: net.first * x + net.second * x.square(),
+        first=nn.Parameter(torch.tensor(2.0)), second=nn.Parameter(torch.tensor(3.0)),
+    )  # fmt: skip
 
 
 def test_numbers_share_a_call(shapes):
-    model = unchecked(Scaled(), max_grad_norm=1e9)
+    model = unchecked(scaled(), max_grad_norm=1e9)
     x, target = torch.randn(2, BATCH, WIDTH)
     found = clipped_sums(model, (x, target))
     assert shapes == [(2 * BATCH,)]

@@ -466,21 +466,18 @@ def blocks(count: int) -> nn.Module:
     return zoo.seeded(lambda: nn.Sequential(*layers))
 
 
-class Bags(nn.Module):
+def bags(count: int) -> nn.Module:
     """Bags of the same ids, side by side."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.bags = nn.ModuleList(nn.EmbeddingBag(9, 3) for _ in range(count))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return sum([bag(ids) for bag in self.bags])
+    return zoo.Net(
+        lambda net, ids: sum([bag(ids) for bag in net.bags]),
+        bags=nn.ModuleList(nn.EmbeddingBag(9, 3) for _ in range(count)),
+    )
 
 
 def check_launches(kind: str, mode: str, clipping: str, expected: dict[str, int]) -> None:
     for count in (2, 5):  # launches serve all layers
         options = {"policy": {"norm_algorithm": "input_length", "tile_size": 16}}
-        network = blocks(count) if kind == "blocks" else Bags(count)
+        network = blocks(count) if kind == "blocks" else bags(count)
         model = private(network, mode, clipping=clipping, **options)
         model.skip_checks()
         if kind == "blocks":
