@@ -110,7 +110,7 @@ class LayoutDiscovery:
         """
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
-        self.constants.now = {}
+        self.constants.now = set()
         known = self._bags.of(args, kwargs)
         batch = Batch(args, kwargs, self._batch_first, known or (), self.constants, expected)
         if self._sharding is None and known is None:
@@ -184,9 +184,8 @@ class LayoutDiscovery:
         """Discards all findings: the next batch is examined again."""
         self._looked_at, self._is_settled = 0, False
         self._schedule = Schedule()
-        self._search.forget()
-        self._forecaster.forget()
-        self._bags.forget()
+        for one in (self._search, self._forecaster, self._bags, self.constants):
+            one.forget()
 
     def skip_checks(self, batches: int) -> None:
         """Counts this number of batches as checked."""

@@ -177,7 +177,11 @@ class Criterion:
         self._shapes = shapes
         named = [*enumerate(args, 1), *kwargs.items()]
         self._names = [name for name, value in named for _ in tensors_of(value)]
-        self._listed = {name for name, value in named if are_samples(value, size)}
+        self._listed = {  # lists of targets; outputs have gradients
+            name
+            for name, value in named
+            if are_samples(value, size) and not any(x.requires_grad for x in tensors_of(value))
+        }
         self._flat = None if shape is None else shape[0] * shape[1]
         self._batch_first, self._shape = batch_first, shape
         if shape is None:

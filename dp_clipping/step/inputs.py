@@ -196,7 +196,7 @@ class InputReader:
                 raise
             if size and not is_lost:
                 self._as_it_is(args, kwargs, has_backward=not _is_refusal(error))
-            if any(are_samples(x, self._expected) for x in (args, *args, *kwargs.values())):
+            if any(are_samples(x, self._expected) for x in (*args, *kwargs.values())):
                 raise ValueError(LISTED.format(samples=self._expected)) from error
             if _is_refusal(error) or "use_reentrant=True" in str(error):
                 raise

@@ -74,35 +74,30 @@ def refuse_iterators(name: str, *trees: Any) -> None:
 class Constants:
     """Remembers arguments of a network without a row for each sample, as a mask [T, T] may be one.
 
-    One that had T rows in a batch of another size has none for the samples of a batch of T either.
-
-    A leaf's key is `Batch.key`.
+    One that had other rows than a batch has samples has none for the samples of later batches.
 
     Attributes:
-        now: a key -> its rows in the last forward; it is one in runs on samples of that, too.
-        seen: a key -> its rows in batches whose losses were one for each sample.
+        now: keys (`Batch.key`) of those in the last forward, which are such in runs on its samples.
+        seen: those of batches whose losses were one for each sample.
     """
 
     def __init__(self) -> None:
-        self.now: Mapping[Hashable, int] = {}
-        self.seen: dict[Hashable, set[int]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Discards all of them."""
+        self.now: set[Hashable] = set()
+        self.seen: set[Hashable] = set()
         self._values: dict[Hashable, Tensor] = {}
 
     def keep(self) -> None:
-        """Remembers those of a forward whose losses were one for each sample."""
-        for key, rows in self.now.items():
-            seen = self.seen.setdefault(key, set())
-            if len(seen) < LOOKED_AT:
-                seen.add(rows)
+        """Remembers those of the last forward, whose losses were one for each sample."""
+        self.seen |= self.now
 
     def of(self, batch: "Batch") -> frozenset[int]:
         """Returns the numbers of leaves that are such ones."""
-        found = []
-        for n, x in enumerate(batch.leaves):
-            key = batch.key(n)
-            if key in self.now or batch.rows_of(x) in self.seen.get(key, ()):
-                found.append(n)
-        return frozenset(found)
+        known = self.now | self.seen
+        return frozenset([n for n in range(len(batch.leaves)) if batch.key(n) in known])
 
     def changed(self, batch: "Batch") -> str | None:
         """Returns what is wrong with one that has more rows than there are samples, if anything.
@@ -132,7 +127,7 @@ class Batch:
     Attributes:
         size: number of samples.
         leaves: the leaves of the arguments.
-        others: key of a leaf of no samples -> its rows; not of those that `constants` knows.
+        others: keys of leaves of no samples, without those that `constants` knows.
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class Batch:
             self.leaves, self._structure = opened((args, kwargs))
         is_known = constants is not None and (constants.now or constants.seen)
         self._constant = constants.of(self) if constants and is_known else frozenset[int]()
-        self.others: dict[Hashable, int] = {}
+        self.others: set[Hashable] = set()
         self.size = self._size_of_bags() if bags else self._size(expected)
 
     def _size(self, expected: int | None) -> int:
@@ -181,7 +176,7 @@ class Batch:
         size = 0 if 0 in found else expected if expected in found else max(found)
         for n, rows in (more | vectors).items():
             if rows not in (0, 1, size):
-                self.others[self.key(n)] = rows
+                self.others.add(self.key(n))
         return size
 
     def _size_of_bags(self) -> int:

@@ -276,7 +276,6 @@ def test_a_call_that_needs_all_of_its_rows_is_refused_in_words(do, others, messa
 BOXES = [{"boxes": torch.rand(n, 5), "kinds": torch.zeros(n).long()} for n in (1, 2, 3, 4, 7, 4)]
 LISTED = {  # what the network computes, and its arguments: a list has an entry for each sample
     "images": (lambda images: torch.stack(images), ([torch.ones(5)] * 6,)),
-    "all arguments": (lambda *images: torch.stack(images), [torch.ones(5)] * 6),
     "in a dict": (lambda x, boxes: x + torch.stack([b["boxes"].mean(0) for b in boxes]),
                   (torch.ones(6, 5), BOXES)),
 }  # fmt: skip
