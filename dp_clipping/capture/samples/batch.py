@@ -1,6 +1,6 @@
 """The samples in a forward's arguments: how many there are, and arguments with others of them."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
