@@ -138,7 +138,9 @@ class TestRelease:
             lambda: loss.loss_per_sample,
             lambda: run.model.per_sample_gradient_norms,
             lambda: run.model.nonfinite_samples,
-            lambda: run.model.global_norms(),
+            run.model.global_norms,
+            run.model.norm_statistics,
+            lambda: run.engine.check(run.model, data()[:5]),
         ):  # fmt: skip
             with pytest.raises(RuntimeError, match=r"not covered by ε.*hide_unprotected=False"):
                 look()

@@ -132,12 +132,6 @@ def test_noise_for_a_target(name):
     mechanism = run.engine._mechanism
     spent = mechanism.epsilon([[(optimizer.noise_multiplier, 1 / EPOCH, 3 * EPOCH)]], DELTA)
     assert target - 0.01 <= spent <= target
-    with pytest.raises(ValueError, match='alphas are for accountant "rdp"'):
-        PrivacyEngine(accountant="rdp").make_private_with_epsilon(
-            module=network, optimizer=saved_runs.sgd(network.parameters()), max_grad_norm=1.0,
-            data_loader=DataLoader(data(), batch_size=BATCH), target_epsilon=target,
-            target_delta=DELTA, alphas=[2.0], epochs=1, **RUNS[name],
-        )  # fmt: skip
 
 
 @every_order

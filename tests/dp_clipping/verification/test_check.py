@@ -496,11 +496,6 @@ def test_refusals():
     assert run.engine.check(run.model, mlp_batch()).ok  # none of it has left a trace
 
 
-def test_refused_in_release():
-    run = private(mlp(), engine=PrivacyEngine(accountant="rdp", hide_unprotected=True))
-    refused(run, message="not covered by ε.*hide_unprotected=False", kind=RuntimeError)
-
-
 def test_refused_in_the_middle_of_a_step():
     run = private(mlp())
     inputs, targets = mlp_batch()
