@@ -172,13 +172,12 @@ class Leaves(nn.Module):
         y[:, 0] = self.start
         if self.in_turn:
             y = torch.stack([row if row.sum() > 0 else -row for row in y])
-        self.rows = len(x)
         self.leave(memory, y.tanh())
         return y
 
 
 class TakesUp(nn.Module):
-    """Uses what a module has left in an object that it gave it, and its number of rows."""
+    """Uses what a module has left in an object that it was given."""
 
     def __init__(self, make, leave, take, in_turn=False):
         super().__init__()
@@ -188,14 +187,18 @@ class TakesUp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         memory = self.make()
         y = self.leaves(x, memory)
-        return self.end(y * self.take(memory)) * (self.leaves.rows / max(len(x), 1))
+        return self.end(y * self.take(memory, y))
 
 
 LEFT = {
-    "a list": (list, lambda memory, y: memory.append(y), lambda memory: memory.pop()),
-    "a dict": (dict, lambda memory, y: memory.update(y=y), lambda memory: memory["y"]),
+    "a list": (list, lambda memory, y: memory.append(y), lambda memory, y: memory.pop()),
+    "a dict": (dict, lambda memory, y: memory.update(y=y), lambda memory, y: memory["y"]),
     "a dataclass": (
-        Context, lambda memory, y: setattr(memory, "seen", (y,)), lambda memory: memory.seen[0]
+        Context, lambda memory, y: setattr(memory, "seen", (y,)), lambda memory, y: memory.seen[0]
+    ),
+    "a number": (
+        Context, lambda memory, y: setattr(memory, "calls", len(y)),
+        lambda memory, y: memory.calls / max(len(y), 1),
     ),
 }  # fmt: skip
 NETWORKS = {
