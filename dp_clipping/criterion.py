@@ -16,6 +16,13 @@ from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
 from dp_clipping.trials.randomness import same_randomness
 
+OF_SHARED = (
+    "the criterion fails ({error}), and the network returns a tensor without samples, as a "
+    "parameter, which has a row for each of them in training, [batch, ..]: use it in forward, and "
+    "return what comes of it for each sample; or count its dimensions from behind, as "
+    "factors[..., 0] in place of factors[0]"
+)
+
 
 class PrivateCriterion(nn.Module):
     """The user's criterion, called for one loss per sample.
@@ -84,7 +91,12 @@ class PrivateCriterion(nn.Module):
         if is_opened:
             args, kwargs = opened((args, kwargs), self.model.batch_first)
         mark = self._carried.state.mark()
-        losses = self._per_sample(*args, shape=shape, **kwargs)
+        try:
+            losses = self._per_sample(*args, shape=shape, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if self._is_given_shared():
+                raise ValueError(OF_SHARED.format(error=error)) from error
+            raise
         self._carried.check_call(mark, args, kwargs, "the criterion")
         expected = private_step.rows
         if losses.dim() != 1 or losses.shape[0] != expected:
@@ -92,7 +104,8 @@ class PrivateCriterion(nn.Module):
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {expected} samples: "
                 "it must return one per sample, not a loss already reduced over the batch; give "
                 "nn.CrossEntropyLoss() or partial(F.cross_entropy, reduction='none'), and for "
-                "flattened targets pass shape=outputs.shape, as it is before flattening"
+                "flattened targets pass shape=outputs.shape, as it is before flattening; for "
+                "outputs of several forwards give make_private a module whose forward returns both"
             )
 
         if private_step.watched is not None or private_step.lengths:
@@ -113,6 +126,15 @@ class PrivateCriterion(nn.Module):
     def for_model(self, model: Any) -> "PrivateCriterion":
         """Returns the same criterion for another model's outputs, as `engine.check` calls it."""
         return PrivateCriterion(model, self.criterion, self.loss_reduction)
+
+    def _is_given_shared(self) -> bool:
+        """Returns whether the network returns what all samples share, which it gives each of them.
+
+        So it does where it computes with parameters of its own.
+        """
+        own = vars(self.model.network).get("_private")
+        layouts = [one for known in own.output_layouts.values() for one in known] if own else []
+        return any(layout.kind == "shared" for layout in layouts)
 
     def _of_no_samples(self, args: tuple, kwargs: dict) -> Tensor:
         """Returns losses [0] of an empty batch, which many criterions (CTC) do not take."""

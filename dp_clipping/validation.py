@@ -142,8 +142,11 @@ def problem_of(module: nn.Module, in_training: bool = True) -> tuple[str, str] |
             )
         if isinstance(hook, BasePruningMethod):
             (name, *_) = [n for n in own_parameters(module) if n.endswith("_orig")] or ["weight"]
+            name = name.removesuffix("_orig")
             return "is pruned, with a mask that is multiplied in before its forward", (
-                f'make it permanent: nn.utils.prune.remove(module, "{name.removesuffix("_orig")}")'
+                f'call nn.utils.prune.remove(module, "{name}"), after which training fills the '
+                "zeros; to keep them, also nn.utils.parametrize.register_parametrization(module, "
+                f'"{name}", masked) with a module that returns x * mask, of a buffer'
             )
     buffers = set(own_buffers(module).keys())
     if "weight_u" in buffers or {"_u", "_v"} <= buffers:

@@ -20,7 +20,7 @@ from dp_clipping.capture.network import CapturedNetwork, LayerCall, plain_run
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.capture.samples.packed import Sequences
 from dp_clipping.clipping.accumulation import product_dtype
-from dp_clipping.distributed.dtensor import is_sharded
+from dp_clipping.distributed.dtensor import is_sharded, owner_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import (
     FEW,
@@ -276,6 +276,8 @@ class Search:
             if is_in_backward():  # a checkpointed part of it is computed again
                 return run(*args, **kwargs)
             _refuse_packed(handle, module, (*args, *kwargs.values()))
+            if self.capture.sharding is None:
+                _refuse_exchanged(handle, module)
             given = handle.tensors((args, kwargs))
             inputs = [tensor_parallel.local(x) for x in given]
             refuse_transforms(handle.name)
@@ -310,6 +312,22 @@ class Search:
 def _can_be_differentiated(handle: LayerState) -> bool:
     """Returns whether gradients of what a module computes have gradients of their own."""
     return handle.kind == "vectorized" and not handle.children_apart
+
+
+def _refuse_exchanged(handle: LayerState, module: nn.Module) -> None:
+    """Refuses a call in which other tensors are in the place of a layer's parameters.
+
+    Under vmap, with its caller, it is called with these too, and its parameters may have none.
+    """
+    for name, record in handle.records.items():
+        if getattr(*owner_of(module, name)) is not record.parameter:
+            raise NeedsVmap(
+                handle.name,
+                f"{handle.title(module)} is called with another tensor in the place of its {name}, "
+                "as by torch.func.functional_call, whose gradient is not that of the parameter: "
+                'use torch.nn.utils.parametrize.register_parametrization(layer, "weight", ..), or '
+                "the function itself, as torch.nn.functional.linear(x, weight)",
+            )
 
 
 def _refuse_packed(handle: LayerState, module: nn.Module, inputs: tuple) -> None:

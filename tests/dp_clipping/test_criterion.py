@@ -126,6 +126,22 @@ def test_a_loss_of_several_forwards_is_refused_with_what_works(run):
         run.criterion(one, other).backward()
 
 
+def test_a_parameter_that_the_network_returns_has_a_row_for_each_sample():
+    network = zoo.Net(
+        lambda net, x: (net.layer(x), net.factors),
+        layer=nn.Linear(4, 3), factors=nn.Parameter(torch.ones(2)),
+    )  # fmt: skip
+    model, x, y = private(network), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+
+    def weighted(place, outputs, targets):
+        logits, factors = outputs
+        return F.cross_entropy(logits, targets, reduction="none") * factors[place]
+
+    PrivateCriterion(model, partial(weighted, (..., 0)), "mean")(model(x), y).backward()
+    with pytest.raises(ValueError, match=r"returns a tensor without samples.*factors\[\.\.\., 0\]"):
+        PrivateCriterion(model, partial(weighted, 0), "mean")(model(x), y)
+
+
 def test_outputs_of_the_plain_network_are_refused_with_what_works(run):
     x, y = engine.data()[:5]
     with pytest.raises(RuntimeError, match=r"call the model that make_private .* its methods"):

@@ -169,8 +169,8 @@ ROWS = [
      "for n, x in self._copies(module).items()}\n                with replaced(module, own):\n",
      WHOLE_BATCH, "which_parameter and whole and id"),
     ("a trial has no backward under vmap", "capture/vmap_trial.py",
-     "return found, _gradients(found, layouts, copies, self._size)\n            except "
-     "Exception as error:  # what", "return found, list(copies.values())\n            except "
+     "_gradients(tensors_in(made), layouts, copies, self._size)\n            except "
+     "Exception as error:  # what", "list(copies.values())\n            except "
      "Exception as error:  # what", WHOLE_BATCH, "computed_again and product"),
     ("flattened samples may fit by chance", "trials/routing.py",
      "if index is None or not (is_mask or", "if index is None or not (",
@@ -761,8 +761,12 @@ ROWS = [
     ("samples in turn have one copy of the parameters", "layers/vmap/samples.py",
      "own = {name: values[n] for", "own = {name: values[0] for", VMAP, "another"),
     ("samples in turn may compute otherwise than together", "capture/vmap_trial.py",
-     "is_same = _are_close(results, outputs)",
+     "is_same = as_left and _are_close(results, _values(made))",
      "is_same = True", VMAP_TRIAL, "capacity"),
+    ("a number that is left may be of one sample", "capture/vmap_trial.py",
+     "is_same = as_left and", "is_same =", OBJECTS, "trains and vmap"),
+    ("a list that is given may be a copy", "layers/vmap/samples.py",
+     "if self._has_containers:  #", "if False:  #", OBJECTS, "trains and vmap"),
     ("arguments may carry from step to step", "guard/carried.py",
      "if noted and not noted.isdisjoint(", "if noted.isdisjoint(", OBJECTS, "carries_from"),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dp_clipping.distributed.dtensor import fsdp_classes
-from dp_clipping.layers.batch_layout import LayoutUnknown, rows_unknown
+from dp_clipping.layers.batch_layout import LayoutUnknown, NeedsVmap, rows_unknown
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.tensor_parallel import refuse_distributed, settled
 from dp_clipping.layers.vmap.own import refuse_other_number, replaced, rows_of_table, taken_for
@@ -25,6 +25,7 @@ from dp_clipping.torch_compat import (
     tree_unflatten,
     version_of,
 )
+from dp_clipping.trials.holders import held_by
 from dp_clipping.trials.objects import Objects
 
 rows_of_call: ContextVar[int] = ContextVar("rows_of_call", default=0)
@@ -59,7 +60,12 @@ def every_sample(
         with masks, nullcontext() if is_traced else _Padding():
             places = [None if layout.kind == "shared" else 0 for layout in call.layouts]
             run = torch.vmap(call, (0, *places), randomness="different")
-            return call.joined(run(copies, *call.rows))
+            outputs = call.joined(run(copies, *call.rows))
+        if before is not None:  # not in other objects: nobody reads a cache in training
+            given = filter(held_by, tree_leaves((args, kwargs)))
+            if Objects(*given).left_since(before):
+                raise call.left_in("an object among its arguments")
+        return outputs
     except (LayoutUnknown, ValueError):
         raise
     except Exception as error:
@@ -102,7 +108,7 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
     """Returns what `torch.vmap` would, from one call for each sample.
 
     Raises:
-        ValueError: a sample leaves something in an object, where there is room for one.
+        NeedsVmap: a sample leaves something in an object, where there is room for one.
     """
     parameters = {name: copy.unbind(0) for name, copy in copies.items()}
     pairs = zip(call.rows, call.layouts, strict=True)
@@ -123,11 +129,7 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
     # PyTorch's recurrent layers list the parameters that they were called with last.
     Objects(*call.roots).show({id(own[name]): p for name, p in call.own.items()})
     if leaves_samples(left):
-        raise ValueError(
-            f"{call.handle.title(call.module)} leaves what it computes of a sample in an object, "
-            "and its samples run one after another, so the last one's would be there: return it "
-            "from the module's forward, as return y, memory"
-        )
+        raise call.left_in("an object")
     for (x, is_shared), rows in zip(inputs, zip(*given, strict=True), strict=True):
         if not is_shared and any(map(version_of, rows)):
             x.copy_(torch.stack(rows))
@@ -182,8 +184,10 @@ class _OneSample:
                 parameters[name] = taken_for(parameters[name], parameter)
         with replaced(self.module, {path: parameters[name] for path, name in self._paths.items()}):
             found = self._forward(args, kwargs)
-        if self._has_containers:
-            self._refuse_written(tree_leaves((args, kwargs)), leaves)
+        if self._has_containers:  # copies of the batch's, which nobody looks into afterwards
+            now = tree_leaves((args, kwargs))
+            if len(now) != len(leaves) or not all(map(is_, now, leaves)):
+                raise self.left_in("a list or dict among its arguments")
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
@@ -198,14 +202,14 @@ class _OneSample:
         finally:
             rows_of_call.reset(outer)
 
-    def _refuse_written(self, now: list[Any], leaves: list[Any]) -> None:
-        """Refuses a call after which its lists and dicts, copies of the batch's, hold others."""
-        if len(now) != len(leaves) or not all(map(is_, now, leaves)):
-            raise ValueError(
-                f"{self.handle.title(self.module)} writes to a list or dict among its arguments, "
-                "and runs sample by sample, with a copy of it for each: return what it leaves "
-                "there from the module's forward, as return y, memory"
-            )
+    def left_in(self, what: str) -> NeedsVmap:
+        """Returns the error of a call that leaves something where there is room for one sample."""
+        return NeedsVmap(
+            self.handle.name,
+            f"{self.handle.title(self.module)} leaves what it computes of a sample in {what}, and "
+            "runs sample by sample, so the batch's would not be there: return it from the module's "
+            "forward, as return y, memory",
+        )
 
     def joined(self, outputs: tuple[Tensor, ...]) -> Any:
         """Returns the outputs of the whole batch."""

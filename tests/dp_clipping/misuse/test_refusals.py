@@ -250,7 +250,7 @@ REFUSED_LAYERS: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("the old weight_norm", lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
      "parametrizations.weight_norm"),
     ("a pruned layer", lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5),
-     "prune.remove"),
+     "prune.remove.*register_parametrization"),
     ("spectral_norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
      r"remove_parametrizations\(layer, \"weight\"\)"),
     ("spectral_norm by a hook", lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),

@@ -124,3 +124,42 @@ def test_a_network_compiled_takes_children_along():
     assert model.capture.apart == []
     batch = oracle.move(batch_of(vision), dtype=torch.float64)
     assert_step(model, zoo.seeded(vision).double(), batch)
+
+
+def called_with(tensors: Callable) -> nn.Module:
+    """A network that calls a layer with other tensors in the place of its parameters."""
+
+    def function(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net.layer, tensors(net, x), (x,)).tanh()
+
+    factors = nn.Parameter(torch.rand(4, 4) + 0.5)
+    return Net(function, layer=nn.Linear(4, 4), factors=factors).double()
+
+
+OTHERS = {
+    "of the same": lambda net, x: {name: p * 2 for name, p in net.layer.named_parameters()},
+    "of another": lambda net, x: {"weight": net.factors},
+    "of both": lambda net, x: {"weight": net.layer.weight * net.factors},
+    "the same": lambda net, x: dict(net.layer.named_parameters()),
+}
+
+
+@pytest.mark.parametrize("tensors", OTHERS)
+def test_other_tensors_in_the_place_of_parameters(tensors):
+    """Gradients are those of the parameters that these are computed of."""
+    batch = tuple(torch.randn(2, 3, 5, 4, dtype=torch.float64))
+    assert_exact(called_with(OTHERS[tensors]), batch)
+
+
+def a_step(net: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the weight after a step on the whole batch."""
+    loss = net.layer(x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, net.layer.weight, create_graph=True)
+    return {"weight": net.layer.weight - gradient}
+
+
+def test_other_tensors_that_the_whole_batch_makes_are_refused():
+    call = lambda net, x: torch.func.functional_call(net.layer, a_step(net, x), (x,))  # noqa: E731
+    model = private(Net(call, layer=nn.Linear(4, 4)).double())
+    with pytest.raises(ValueError, match=r"^layer \(Linear\) is called with another tensor"):
+        model(torch.randn(3, 4, dtype=torch.float64))

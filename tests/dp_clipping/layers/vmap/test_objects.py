@@ -151,7 +151,50 @@ class Twice(nn.Module):
         return self.kept(self.kept(x).tanh())
 
 
+class Leaves(nn.Module):
+    """Runs under vmap, or one sample after another, and leaves what it computes in an object."""
+
+    def __init__(self, leave, in_turn):
+        super().__init__()
+        self.start, self.leave, self.in_turn = nn.Parameter(torch.randn(4)), leave, in_turn
+
+    def forward(self, x: Tensor, memory) -> Tensor:
+        y = x.clone()
+        y[:, 0] = self.start
+        if self.in_turn:
+            y = torch.stack([row if row.sum() > 0 else -row for row in y])
+        self.leave(memory, y.tanh())
+        return y
+
+
+class TakesUp(nn.Module):
+    """Uses what a module has left in an object that it was given."""
+
+    def __init__(self, make, leave, take, in_turn=False):
+        super().__init__()
+        self.leaves, self.end = Leaves(leave, in_turn), nn.Linear(4, 4)
+        self.make, self.take = make, take
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.make()
+        y = self.leaves(x, memory)
+        return self.end(y * self.take(memory, y))
+
+
+LEFT = {
+    "a list": (list, lambda memory, y: memory.append(y), lambda memory, y: memory.pop()),
+    "a dict": (dict, lambda memory, y: memory.update(y=y), lambda memory, y: memory["y"]),
+    "a dataclass": (
+        Context, lambda memory, y: setattr(memory, "seen", (y,)), lambda memory, y: memory.seen[0]
+    ),
+    "a number": (
+        Context, lambda memory, y: setattr(memory, "calls", len(y)),
+        lambda memory, y: memory.calls / max(len(y), 1),
+    ),
+}  # fmt: skip
 NETWORKS = {
+    **{f"{name} under vmap": functools.partial(TakesUp, *how) for name, how in LEFT.items()},
+    **{f"{name} in turn": functools.partial(TakesUp, *how, True) for name, how in LEFT.items()},
     "a list": lambda: Skips(list),
     "a list, without vmap": lambda: Skips(list, elementwise=True),
     "a list that is kept": lambda: Skips(list, is_kept=True),

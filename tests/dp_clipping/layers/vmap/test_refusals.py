@@ -101,52 +101,6 @@ def test_a_tensor_that_outlives_vmap_is_named():
     assert escape_of(RuntimeError("another")) is None
 
 
-class Writes(nn.Module):
-    """Runs under vmap, and writes to a list that it is given, or only reads it."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.scale, self.write = nn.Parameter(torch.ones(4)), write
-
-    def forward(self, x: Tensor, memory: list) -> Tensor:
-        y = x * self.scale + memory[0]["x"]
-        y[:, 0] = self.scale[0]
-        self.write(memory, y)
-        return y
-
-
-class ReadsAgain(nn.Module):
-    """Uses what a module has left in a list."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.inner = Writes(write)
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory = [{"x": x}, x, x]
-        y = self.inner(x, memory)
-        return y * memory[-1] + memory[0]["x"]
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda memory, y: memory.append(y),
-        lambda memory, y: memory.pop(),
-        lambda memory, y: memory[0].update(x=y),
-    ],
-)
-def test_writing_to_a_list_or_dict_that_is_given_is_refused(write):
-    model = private(ReadsAgain(write))
-    with pytest.raises(ValueError, match=r"^inner \(Writes\) writes to a list or dict among"):
-        model(torch.randn(4, 4))
-
-
-def test_a_list_that_is_only_read_is_exact():
-    batch = torch.randn(2, 4, 4, dtype=torch.float64).unbind()
-    assert_exact(ReadsAgain(lambda memory, y: None).double(), batch)
-
-
 class Computed(nn.Module):
     """A hook computes the weight that it uses of its own parameter."""
 
