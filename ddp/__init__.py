@@ -104,10 +104,8 @@ def _agree_on(options: dict[str, Any], group: dist.ProcessGroup) -> None:
         for name in sorted(first.keys() | theirs):
             here, there = (of.get(name, "(its default)") for of in (first, theirs))
             if here != there:
-                raise ValueError(
-                    f"the ranks have different options: {name}={here} on rank 0, {name}={there} "
-                    f"on rank {rank}"
-                )
+                what = f"{name}={here} on rank 0, {name}={there} on rank {rank}"
+                raise ValueError(f"the ranks have different options: {what}")
 
 
 def implementation(name: str) -> type[nn.Module]:

@@ -117,9 +117,7 @@ def not_whole(module: nn.Module) -> str | None:
         if is_lazy(tensor):
             return f"{name} has no shape yet: run one batch through the lazy network before wrap"
         if tensor.is_meta:
-            return (
-                f"{name} is on the meta device: call network.to_empty(device=...) and give values"
-            )
+            return f"{name} is on the meta device: call network.to_empty(device=..), give it values"
         if hasattr(tensor, "placements"):
             return f'{name} is a DTensor: give wrap("torch_fsdp", network) one before fully_shard'
         if hasattr(tensor, "full_name"):
@@ -127,9 +125,8 @@ def not_whole(module: nn.Module) -> str | None:
                 f"{name} has no values here, as the parameters of a network that fsdp has divided "
                 "among ranks: build a new network and load the wrapper's state_dict() into it"
             )
-        if any(
-            size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
+        places = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and not stride for size, stride in places):
             return f"{name} has elements in one place, as of expand(): give it memory by clone()"
     return None
 

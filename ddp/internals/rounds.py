@@ -63,9 +63,8 @@ def load(wrapper: Any, number: int, optimizer: Optimizer, state: dict[str, Any])
     if len(saved) != len(indices):
         return state  # which PyTorch refuses
     index_of = dict(zip(saved, indices, strict=True))
-    found = state.get("diloco") or {
-        "steps": 0, "ranks": [state["state"]], "start": {}, "momentum": {}
-    }  # fmt: skip
+    begun = {"steps": 0, "ranks": [state["state"]], "start": {}, "momentum": {}}
+    found = state.get("diloco", begun)
     mine = found["ranks"][dist.get_rank(wrapper.process_group) % len(found["ranks"])]
     values = {k: own[PARAMETER] for k, own in mine.items() if PARAMETER in own}
     parameters = wrapper.gradients.parameters

@@ -26,10 +26,9 @@ ELEMENTWISE = {
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
 NOT_ELEMENTWISE = (
-    "{name} may look at whole tensors, at several together or at the loss, and here each rank "
-    "steps a slice of every tensor: use SGD, Adam, AdamW or another of torch.optim that treats "
-    "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
-    'variant with whole gradients, as wrap("ddp_bucketed", module)'
+    "{name} may look at whole tensors, at several together or at the loss, and each rank steps a "
+    "slice of every tensor: use AdamW or another of torch.optim that treats every element alone; "
+    'if {name} does, set {name}.treats_elements_alone = True; else wrap("ddp_bucketed", module)'
 )
 
 
