@@ -29,8 +29,8 @@ STEPPED_IN_HOOK = (
 )
 REPLACED = (
     "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
-    "load_state_dict(assign=True), added, or frozen when the network was wrapped): no gradient of "
-    "it would be reduced. Wrap the network again: model = wrap(..., model.module)"
+    "load_state_dict(assign=True), added, or frozen then): no gradient of it would be reduced. "
+    "Wrap the network again: model = wrap(..., model.module)"
 )
 
 
