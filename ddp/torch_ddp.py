@@ -28,8 +28,8 @@ from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record
 
 OTHER_DTYPE = (
-    "{name} has a gradient of another type than its own, in which PyTorch's reducer works: set "
-    "neither gradient_dtype nor grad_dtype, or use another variant"
+    "{name} has a gradient of another type than its own, in which PyTorch's reducer works: set no "
+    "grad_dtype; gradient_dtype is for gradients that are handed to gradient_ready"
 )
 
 
