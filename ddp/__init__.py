@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from ddp.base import DataParallel
@@ -34,6 +35,7 @@ from ddp.copy_engine import CopyEngineDDP, Unavailable
 from ddp.diloco import DilocoDDP
 from ddp.individual import IndividualDDP
 from ddp.individual_v2 import IndividualV2DDP
+from ddp.internals.ranks import group_or_default, told_by_all
 from ddp.none import NoCommunication
 from ddp.sharded.fsdp import HandBuiltFSDP
 from ddp.sharded.zero1 import Zero1DDP
@@ -72,8 +74,8 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
             gradients are batched, None for one bucket per dtype; further ones of the variant.
 
     Raises:
-        ValueError: for an unknown name, or ranks with different models.
-        TypeError: for an option that this variant does not have.
+        ValueError: for an unknown name, or ranks with different models or options.
+        TypeError: for an option that this variant does not have, and what is no module.
         RuntimeError: for a network with nothing to train or with lazy parameters, one that shares
             a trainable parameter with another wrapped network, and a private model.
         Unavailable: where the variant cannot work on this machine; the message says why.
@@ -83,11 +85,27 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
     if unknown:
         known = ", ".join(options_of(cls)) or "none"
         raise TypeError(f"{name} has no option {', '.join(unknown)}; it takes {known}")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{type(module)} is no nn.Module: give the network, wrap({name!r}, net)")
     for inner in module.modules():
         refuse: Any = getattr(inner, "refuse_wrapper", None)  # private models of dp_clipping do
         if refuse is not None:
             refuse(cls.__name__)
+    if name in IMPLEMENTATIONS:
+        group = group_or_default(options.get("process_group"))
+        _agree_on({"variant": name, **options, "process_group": None}, group)
     return cls(module, **options)
+
+
+def _agree_on(options: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks if the options of one are not those of rank 0."""
+    first, *others = told_by_all({name: repr(x) for name, x in options.items()}, group)
+    for rank, theirs in enumerate(others, 1):
+        for name in sorted(first.keys() | theirs):
+            here, there = (of.get(name, "(its default)") for of in (first, theirs))
+            if here != there:
+                what = f"{name}={here} on rank 0, {name}={there} on rank {rank}"
+                raise ValueError(f"the ranks have different options: {what}")
 
 
 def implementation(name: str) -> type[nn.Module]:
@@ -121,11 +139,14 @@ _loaded: dict[tuple[Path, bytes], ModuleType] = {}
 
 
 def _load_class(path: Path, class_name: str) -> type[nn.Module]:
+    def refusal(why: str) -> ValueError:
+        return ValueError(f"implementation {path}:{class_name}: {why}")
+
     if not path.is_file():
-        raise ValueError(f"implementation {path}:{class_name}: there is no file {path}")
+        raise refusal(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"implementation {path}:{class_name}: {path} is not a Python file")
+        raise refusal(f"{path} is not a Python file")
     version = path.resolve(), path.read_bytes()
     module = _loaded.get(version) or importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
@@ -133,15 +154,11 @@ def _load_class(path: Path, class_name: str) -> type[nn.Module]:
         if version not in _loaded:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"implementation {path}:{class_name}: {path} fails: {error!r}") from error
+        raise refusal(f"{path} fails: {error!r}") from error
     _loaded[version] = module
     cls = getattr(module, class_name, None)
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
-        raise ValueError(
-            f"implementation {path}:{class_name}: {path} has no nn.Module of that name"
-        )
+        raise refusal(f"{path} has no nn.Module of that name")
     if not callable(getattr(cls, "finish_gradient_synchronization", None)):
-        raise ValueError(
-            f"implementation {path}:{class_name}: it needs a method finish_gradient_synchronization"
-        )
+        raise refusal("it needs a method finish_gradient_synchronization")
     return cls

@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from ddp.bucketed import BucketedDDP
 from ddp.internals import rounds
-from ddp.internals.ranks import group_or_default
 from ddp.schedule import Bucket
 from ddp.torch_compat import version_of
 
@@ -79,9 +78,8 @@ class DilocoDDP(BucketedDDP):
         outer_momentum: float = 0.9,
         **options: Any,
     ):
+        rounds.check(every, outer_lr, outer_momentum)
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
-        settings = {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
-        rounds.agree_on(settings, group_or_default(options.get("process_group")))
         self.counts: list[int] = []  # steps in this round, of each optimizer that was made
         self.start: list[Tensor] = []  # parameters where this round began; empty before its first
         self.momentum: list[Tensor] = []

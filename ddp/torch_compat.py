@@ -65,8 +65,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     """Returns DDP's record of its buckets, `_get_ddp_logging_data()`; else {}."""
-    record = getattr(wrapper, "_get_ddp_logging_data", None)
-    return {} if record is None else record()
+    return getattr(wrapper, "_get_ddp_logging_data", dict)()
 
 
 def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGroup) -> dist.Work:

@@ -28,9 +28,8 @@ from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record
 
 OTHER_DTYPE = (
-    "{name} has a gradient of another type, and PyTorch's reducer works in the parameters' own "
-    "type: gradient_dtype is for gradients that are handed to gradient_ready; set no grad_dtype, "
-    "or use another variant"
+    "{name} has a gradient of another type than its own, in which PyTorch's reducer works: set no "
+    "grad_dtype; gradient_dtype is for gradients that are handed to gradient_ready"
 )
 
 
@@ -63,6 +62,7 @@ class TorchDDP(SynchronousDDP):
         )
         self._torch_ddp = (torch_ddp,)  # in a tuple, so that it is not a submodule
         self._is_by_torch = False  # PyTorch's reducer reduces what comes from the last forward
+        self._arrived: set[int] = set()  # since then: of each the reducer takes one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.training or self.gradients_come_by_hand:
@@ -70,7 +70,9 @@ class TorchDDP(SynchronousDDP):
             return super().forward(*args, **kwargs)
         (torch_ddp,) = self._torch_ddp
         self.step.begin_forward(self)
-        self._is_by_torch |= self.require_backward_grad_sync
+        if self.require_backward_grad_sync:
+            self._is_by_torch = True
+            self._arrived.clear()
         torch_ddp.require_backward_grad_sync = self.require_backward_grad_sync
         # PyTorch decides at the end of a forward whether the next one broadcasts buffers.
         torch_ddp.require_forward_param_sync = self.require_backward_grad_sync
@@ -85,6 +87,7 @@ class TorchDDP(SynchronousDDP):
 
     def after_accumulation(self, i: int) -> None:
         """Notes gradient `i`; PyTorch's own hook comes behind this one, and reduces it."""
+        self._is_by_torch &= i not in self._arrived  # in a second backward it does not
         if self.step.in_backward and self.require_backward_grad_sync:
             if self.gradients_come_by_hand:
                 raise RuntimeError(
@@ -94,6 +97,7 @@ class TorchDDP(SynchronousDDP):
             if self.gradients.dtypes.all[i] != self.gradients.parameters[i].dtype:
                 self.step.begin()  # as if it had not been
                 raise RuntimeError(OTHER_DTYPE.format(name=self.gradients.names[i]))
+            self._arrived.add(i)
             self.gradients.reduced.discard(i)  # from here on PyTorch's mean, also of None
         super().after_accumulation(i)
 

@@ -124,19 +124,17 @@ def _shard(x: Any, like: Any) -> Any:
 
 
 def _gather_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        number: {key: _whole(value) for key, value in values.items()}
-        for number, values in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    return _changed(state_dict, lambda _, value: _whole(value))
 
 
 def _shard_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     like = dict(zip(saved, mine, strict=False))  # PyTorch compares their numbers later
-    state = {
-        number: {key: _shard(value, like.get(number)) for key, value in values.items()}
-        for number, values in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    return _changed(state_dict, lambda number, value: _shard(value, like.get(number)))
+
+
+def _changed(state_dict: dict[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
+    state = state_dict["state"].items()
+    changed = {n: {key: change(n, x) for key, x in values.items()} for n, values in state}
+    return {**state_dict, "state": changed}

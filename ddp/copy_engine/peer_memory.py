@@ -114,9 +114,8 @@ def why_not(device: torch.device, group: dist.ProcessGroup) -> str | None:
     host = f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
     mine = (_own_obstacle(device), host, device.index or 0)
     obstacles, hosts, gpus = zip(*told_by_all(mine, group), strict=True)
-    for obstacle in obstacles:
-        if obstacle:
-            return obstacle
+    if any(obstacles):
+        return next(filter(None, obstacles))
     if len(set(hosts)) > 1:
         return "needs all ranks on one host, and they are on several"
     for one, other in permutations(sorted(set(gpus)), 2):

@@ -16,8 +16,6 @@ from torch.nn import Parameter
 
 from ddp.buckets import Gradient
 
-REDUCTIONS = ("mean", "sum")
-
 
 class Reduction:
     """Selects how ranks' gradients are combined: `"mean"` or `"sum"`.
@@ -31,8 +29,8 @@ class Reduction:
         self.choose(name)
 
     def choose(self, name: str) -> None:
-        if name not in REDUCTIONS:
-            raise ValueError(f"reduce: {name!r} is unknown, choose one of {', '.join(REDUCTIONS)}")
+        if name not in ("mean", "sum"):
+            raise ValueError(f"reduce: {name!r} is unknown, choose one of mean, sum")
         self.name = name
 
     @property
@@ -181,14 +179,13 @@ class Gradients:
         self.reduced.discard(i)
 
     def _refuse(self, i: int, gradient: Tensor) -> None:
+        name, dtype = self.names[i], self.dtypes.all[i]
         if gradient.layout != torch.strided:
             raise RuntimeError(
-                f"{self.names[i]} has a sparse gradient, which no variant reduces: "
-                "build its embedding with sparse=False"
+                f"{name} has a sparse gradient, which no variant reduces: build its embedding with "
+                "sparse=False"
             )
-        what = (
-            f"{self.names[i]} has a gradient of {gradient.dtype} in place of {self.dtypes.all[i]}"
-        )
+        what = f"{name} has a gradient of {gradient.dtype} in place of {dtype}"
         if self.dtypes.least is None:
             raise RuntimeError(f"{what}: set the parameter's grad_dtype before it is wrapped")
         raise RuntimeError(

@@ -79,6 +79,8 @@ def hooks_of(wrapper: Any, i: int):
                 find_wrapper().before_accumulation(i)
 
     def after(_inputs: TensorsOrNone, _gradients: TensorsOrNone) -> None:
+        if hasattr(parameter, "full_name"):  # a stand-in, as `fsdp` has outside of blocks
+            raise RuntimeError(parameter.too_early.format(name=parameter.full_name))
         if version_of(parameter) != began:
             raise RuntimeError(STEPPED_IN_HOOK.format(name=gradients.names[i]))
         if torch.is_grad_enabled():  # as with create_graph=True

@@ -309,8 +309,5 @@ def mebibytes(bucket_size_mb: float | None) -> int | None:
     if bucket_size_mb is None:
         return None
     if not 0 < bucket_size_mb < inf:
-        raise ValueError(
-            f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB, nor None for one "
-            "bucket"
-        )
+        raise ValueError(f"bucket_size_mb: {bucket_size_mb} is not a positive number or None")
     return int(bucket_size_mb * (1 << 20))

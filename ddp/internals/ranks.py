@@ -6,10 +6,11 @@ import torch.distributed as dist
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
     group = group or dist.group.WORLD
-    assert group is not None  # there is one, as is_initialized() says
+    if group is None:
+        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    if dist.get_rank(group) < 0:
+        raise RuntimeError("process_group is without this rank: call wrap on its own ranks alone")
     return group
 
 

@@ -1,4 +1,4 @@
-"""Saves and loads a round of `diloco` with the state of its optimizers, and compares its options.
+"""Saves and loads a round of `diloco` with the state of its optimizers, and checks its options.
 
 In the middle of a round each rank has parameters of its own, and always an optimizer's state of its
 own. `optimizer.state_dict()` has those of all ranks, so that as many ranks go on exactly where it
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp.internals.ranks import told_by_all
 from ddp.internals.states import gather
 
 PARAMETER = "diloco parameter"  # a rank's own, among its state
@@ -64,9 +63,8 @@ def load(wrapper: Any, number: int, optimizer: Optimizer, state: dict[str, Any])
     if len(saved) != len(indices):
         return state  # which PyTorch refuses
     index_of = dict(zip(saved, indices, strict=True))
-    found = state.get("diloco") or {
-        "steps": 0, "ranks": [state["state"]], "start": {}, "momentum": {}
-    }  # fmt: skip
+    begun = {"steps": 0, "ranks": [state["state"]], "start": {}, "momentum": {}}
+    found = state.get("diloco", begun)
     mine = found["ranks"][dist.get_rank(wrapper.process_group) % len(found["ranks"])]
     values = {k: own[PARAMETER] for k, own in mine.items() if PARAMETER in own}
     parameters = wrapper.gradients.parameters
@@ -103,25 +101,11 @@ def _of_optimizer(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
     return {k: own for k, own in found.items() if own}
 
 
-def agree_on(settings: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks if settings of one are wrong, or not those of rank 0."""
-    everyone = told_by_all(settings, group)
-    for rank, theirs in enumerate(everyone):
-        if complaint := complaint_about(**theirs):
-            raise ValueError(f"{complaint} (on rank {rank})")
-        for name, value in theirs.items():
-            if value != everyone[0][name]:
-                raise ValueError(
-                    f"the ranks have different options: {name}={everyone[0][name]} on rank 0, "
-                    f"{name}={value} on rank {rank}"
-                )
-
-
-def complaint_about(every: int, outer_lr: float, outer_momentum: float) -> str | None:
+def check(every: int, outer_lr: float, outer_momentum: float) -> None:
+    """Raises ValueError for an option that is wrong."""
     if not isinstance(every, int) or every < 1:
-        return f"every: {every} is not a number of steps, give 1 or more"
+        raise ValueError(f"every: {every} is not a number of steps, give 1 or more")
     if not 0 < outer_lr < inf:
-        return f"outer_lr: {outer_lr} is not a positive finite number"
+        raise ValueError(f"outer_lr: {outer_lr} is not a positive finite number")
     if not 0 <= outer_momentum < 1:
-        return f"outer_momentum: {outer_momentum} is not below 1, nor 0 for none"
-    return None
+        raise ValueError(f"outer_momentum: {outer_momentum} is not below 1, nor 0 for none")

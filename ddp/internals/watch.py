@@ -24,14 +24,13 @@ STEPPED = (
     "and wrap the network again, which gives every rank the values of rank 0"
 )
 STEPPED_IN_HOOK = (
-    "{name} was changed by a hook before its gradient was reduced, so the ranks now differ: an "
-    "optimizer that steps in backward cannot be used here; call optimizer.step() after "
-    "finish_gradient_synchronization()"
+    "{name} was changed by a hook before its gradient was reduced, so the ranks now differ: call "
+    "optimizer.step() after finish_gradient_synchronization(), and not in a backward"
 )
 REPLACED = (
     "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
-    "load_state_dict(assign=True), added, or frozen when the network was wrapped): no gradient of "
-    "it would be reduced. Wrap the network again: model = wrap(..., model.module)"
+    "load_state_dict(assign=True), added, or frozen then): no gradient of it would be reduced. "
+    "Wrap the network again: model = wrap(..., model.module)"
 )
 
 

@@ -26,10 +26,9 @@ ELEMENTWISE = {
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
 NOT_ELEMENTWISE = (
-    "{name} may look at whole tensors, at several together or at the loss, and here each rank "
-    "steps a slice of every tensor: use SGD, Adam, AdamW or another of torch.optim that treats "
-    "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
-    'variant with whole gradients, as wrap("ddp_bucketed", module)'
+    "{name} may look at whole tensors, at several together or at the loss, and each rank steps a "
+    "slice of every tensor: use AdamW or another of torch.optim that treats every element alone; "
+    'if {name} does, set {name}.treats_elements_alone = True; else wrap("ddp_bucketed", module)'
 )
 
 
@@ -70,7 +69,8 @@ class ShardedOptimizer(Optimizer):
         if self.cls not in ELEMENTWISE and not getattr(self.cls, "treats_elements_alone", False):
             raise TypeError(NOT_ELEMENTWISE.format(name=self.cls.__name__))
         given = {p for group in self.param_groups for p in group["params"]}
-        if unknown := given.difference(*(unit.parameters for unit in model.units)):
+        unknown = given.difference(*(unit.parameters for unit in model.units))
+        if unknown == given or any(p.requires_grad for p in unknown):  # others are frozen
             shapes = [list(p.shape) for p in unknown]
             raise ValueError(f"the wrapped network does not train parameters of shapes {shapes}")
         self._units = [unit for unit in model.units if given.intersection(unit.parameters)]
@@ -146,8 +146,8 @@ class ShardedOptimizer(Optimizer):
         return f"optimizer.step() behind reduction {self.model.gradients.reductions}"
 
     def _tell(self, message: str, error: Exception) -> str:
-        rank = self.model.units[0].rank
-        return message.format(rank=rank, error=f"{type(error).__name__}: {error}")
+        what = f"{type(error).__name__}: {error}"
+        return message.format(rank=self.model.units[0].rank, error=what)
 
     # ---- its state -----------------------------------------------------------------------------
 

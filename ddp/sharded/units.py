@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp.sharded.internals.agreement import wait_for
+from ddp.sharded.internals.agreement import noted
 from ddp.sharded.internals.views import hide, make_stand_ins, show
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import all_gather
@@ -63,7 +63,7 @@ class GatheredUnit(FlatUnit):
         """Makes the parameters whole, for later work of the current stream."""
         if self._work is not None:
             try:
-                wait_for(self._work, "gather", self.name)
+                noted(self._work.wait, "gather", self.name)
             except RuntimeError:  # a later gather begins anew
                 self._work, self.has_memory = None, False
                 raise

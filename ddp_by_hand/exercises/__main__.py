@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_by_hand.exercises import EXERCISES, command, starter_of
+from ddp_by_hand.measure.command_line import ending_quietly
 
 
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     task, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if task == "check":
@@ -42,9 +44,13 @@ def start(name: str, file: str = "") -> int:
     elif not path.absolute().parent.is_dir():
         error = f"there is no folder {path.parent}: make it, or name another file"
     else:
-        shutil.copyfile(starter_of(name), path)
-        print(f"{path} says what to write; then: {command()} check {name} {path}")
-        return 0
+        try:
+            shutil.copyfile(starter_of(name), path)
+        except OSError as failure:  # no permission, or a full disk
+            error = f"{path} cannot be written: {failure.strerror}"
+        else:
+            print(f"{path} says what to write; then: {command()} check {name} {path}")
+            return 0
     print(error, file=sys.stderr)
     return 2
 

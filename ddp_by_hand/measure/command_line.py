@@ -59,6 +59,9 @@ def ending_quietly(
 
     @functools.wraps(main)
     def run(*arguments: Any, **named: Any) -> int:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed, as by `>&-`
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         try:
             try:
                 return main(*arguments, **named)

@@ -23,8 +23,7 @@ PROGRAMS = {
     "eval_mode": "eval backward finish zero eval forward ( each ) finish zero train",
     "eval_mode_behind_a_local_backward": "( backward ) eval backward finish train backward finish "
     "zero",
-}
-BEYOND_TORCH = {  # PyTorch's reducer is done, or not prepared, at the second backward
+    # PyTorch's reducer is done, or not prepared, at the second backward of these.
     "no_sync_behind_a_synchronising_backward": "backward ( backward ) finish zero",
     "two_forwards_then_two_backwards": "forward forward each finish zero",
     "two_backwards_through_one_graph": "forward forward keep each finish zero",
@@ -118,17 +117,12 @@ class Program(Beside):
 def accumulated(context: Context, name: str, *programs: str) -> None:
     for program in programs:
         for reduce in ("mean", "sum"):
-            Program(context, name, reduce=reduce).run((PROGRAMS | BEYOND_TORCH)[program])
+            Program(context, name, reduce=reduce).run(PROGRAMS[program])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_accumulation(ranks, implementation, program):
     ranks.run(2, accumulated, implementation, program)
-
-
-@pytest.mark.parametrize("program", BEYOND_TORCH)
-def test_accumulation_beyond_torch(ranks, hand_built, program):
-    ranks.run(2, accumulated, hand_built, program)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

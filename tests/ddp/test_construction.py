@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
@@ -162,9 +163,65 @@ def lazy(context: Context, name: str) -> None:
     model.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize("body", [refusals, different_models, initial_values, one_bucket, lazy])
+def not_wrapped(context: Context, name: str) -> None:
+    """What is no network with values of its own, on one rank only, and still refused on all."""
+    for where, change, message in [
+        ("bias", lambda b: b.to("meta"), r"bias is on the meta device: call network\.to_empty"),
+        ("table", lambda t: t.expand(2, 3), r"table has elements in one place.*by clone\(\)"),
+        ("table", lambda t: t[0, :1].expand(3), r"table has elements in one place.*by clone\(\)"),
+    ]:
+        module = nn.Linear(2, 2).to(context.device)
+        module.register_buffer("table", torch.zeros(1, 3, device=context.device))
+        if context.rank == 1:
+            tensor = change(getattr(module, where))
+            setattr(module, where, nn.Parameter(tensor) if where == "bias" else tensor)
+        with pytest.raises(RuntimeError, match=message):
+            wrap(name, module, process_group=context.group)
+    with pytest.raises(TypeError, match=r"list.*is no nn\.Module: give the network, wrap\("):
+        wrap(name, [nn.Linear(2, 2)], process_group=context.group)
+
+
+def different_options(context: Context, name: str) -> None:
+    """They would mix gradients, end the process or wait until the timeout."""
+    for option, here, there in [
+        ("reduce", "sum", "mean"),
+        ("find_unused_parameters", True, False),
+        ("bucket_size_mb", 1, 2),
+        ("param_dtype", torch.float64, torch.float32),
+        ("units", (nn.Linear,), (nn.Tanh,)),
+        ("every", 3, 4),
+    ]:
+        if name not in IMPLEMENTATIONS or option not in options_of(implementation(name)):
+            continue
+        message = f"different options: {option}=.* on rank 0, {option}=.* on rank 1"
+        for odd in ({option: there}, {}):
+            own = {option: here} if context.rank == 0 else odd
+            with pytest.raises(ValueError, match=message):
+                wrap(name, Chain().to(context.device), process_group=context.group, **own)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        refusals,
+        different_models,
+        initial_values,
+        one_bucket,
+        lazy,
+        not_wrapped,
+        different_options,
+    ],
+)
 def test_construction(ranks, implementation, body):
     ranks.run(min(3, ranks.size), body, implementation)
+
+
+@on_ranks(1)
+def test_a_group_of_other_ranks_is_refused(context: Context) -> None:
+    """Its size is -1 here, by which gradients would be divided."""
+    for name in ("ddp", "torch_fsdp"):
+        with pytest.raises(RuntimeError, match="process_group is without this rank: call wrap"):
+            wrap(name, Chain(), process_group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
 @on_ranks(3)

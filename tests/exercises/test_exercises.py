@@ -262,6 +262,7 @@ def test_an_exercise_begins_with_a_copy_of_its_starter(capsys, monkeypatch, tmp_
         (["start", "ring", "there.py"], "there.py is there already: name another file"),
         (["start", "rings"], "there is no exercise 'rings': choose from average, hooks"),
         (["start", "ring", "none/my_ring.py"], "there is no folder none: make it, or name another"),
+        (["start", "ring", "/proc/my_ring.py"], "/proc/my_ring.py cannot be written: "),
         (["start"], "usage: python -m ddp_by_hand.exercises start NAME [FILE]"),
         (["begin", "ring"], "usage: python -m ddp_by_hand.exercises start NAME [FILE]"),
         *(

@@ -113,6 +113,20 @@ sys.exit(main())
         assert process.stderr.read() in ("", "x: wrong\n")
 
 
+def test_closed_outputs_are_as_dev_null(monkeypatch):
+    """As a shell closes them by `>&- 2>&-`."""
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, None)
+
+    @ending_quietly
+    def main() -> int:
+        print("a line")
+        print("another", file=sys.stderr)
+        return 3
+
+    assert main() == 3
+
+
 def test_another_broken_pipe_is_no_quiet_end(capfd):
     @ending_quietly
     def main() -> int:

@@ -122,7 +122,7 @@ def make_optimizer(
     """Returns the optimizer of a wrapper, or of a network without one."""
     if hasattr(model, "make_optimizer"):
         return model.make_optimizer(cls, **options)
-    return cls(model.parameters(), **options)
+    return cls(options.pop("params", model.parameters()), **options)
 
 
 def whole_parameters(model: nn.Module) -> AbstractContextManager:

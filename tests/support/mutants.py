@@ -179,7 +179,7 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
      "self.shard.clone()", "self.own(self.values.roll(self.slice_numel)).clone()",
      "sharded/test_fsdp.py", "one_process"),
     ("a block computes before its gather has finished", "sharded/units.py",
-     'wait_for(self._work, "gather", self.name)', "pass", "sharded/test_fsdp.py", "one_process"),
+     'noted(self._work.wait, "gather", self.name)', "pass", "sharded/test_fsdp.py", "one_process"),
     ("a block is freed before its last gradient", "sharded/fsdp.py",
      "if are_there and", "if", "sharded/test_fsdp_networks.py", "TwoSegments or unused or wire"),
     ("a segment computed again is taken for the whole backward", "sharded/fsdp.py",
@@ -265,6 +265,14 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
     ("the ranks' first calls are not compared", "sharded/internals/blocks.py",
      "agree(block.name, OTHER_ORDERS)", "pass", "sharded/test_fsdp_networks.py",
      "another_order"),
+    ("a loss that a block keeps is not seen", "sharded/internals/whole.py",
+     "block.look_for_keepers()", "pass", "sharded/test_fsdp_losses.py"),
+    ("a gradient that was computed without values is taken", "internals/hooks.py",
+     'if hasattr(parameter, "full_name"):', "if False:", "sharded/test_fsdp_losses.py"),
+    ("a second backward is left to PyTorch's reducer", "torch_ddp.py",
+     "self._is_by_torch &= i not in self._arrived", "pass", "test_accumulation.py", "torch_ddp"),
+    ("ranks with other options are wrapped", "__init__.py",
+     "if here != there:", "if False:", "test_construction.py", "different_options"),
 ]  # fmt: skip
 
 MUTANTS = [

@@ -65,14 +65,10 @@ def agree(
         raise ToldError(differ.format(acts=acts, cure=ON_ALL if evaluates else AS_OFTEN))
 
 
-def add_note(error: RuntimeError, what: str, block: str) -> None:
-    """Adds to the error of a collective of a block what may have happened."""
-    error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))
-
-
-def wait_for(work: Any, what: str, block: str) -> None:
+def noted(call: Callable[[], Any], what: str, block: str) -> Any:
+    """Calls a collective of a block, to whose error it adds what may have happened."""
     try:
-        work.wait()
+        return call()
     except RuntimeError as error:
-        add_note(error, what, block)
+        error.add_note(NOT_TOGETHER.format(what=what, name=block or "what is in no block"))
         raise

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ddp.internals.unused import tensors_in
 from ddp.sharded.units import GatheredUnit
 from ddp.torch_compat import at_end_of_backward, number_of_backward, own
 
@@ -39,11 +40,15 @@ class Block:
         units: its parameters, by dtype and whether they are trained.
         around: the block itself and those that contain it, but not the network.
         computes: its forward is running.
+        keepers: its modules that keep tensors of a forward, as `self.loss = ...` does.
+        has_trained: the first forward in training, which tells keepers, is over.
     """
 
     def __init__(self, name: str, module: nn.Module, units: list[GatheredUnit]):
         self.name, self.module, self.units = name, module, units
         self.around: list[Block] = []
+        self.keepers: list[nn.Module] = []
+        self.has_trained = False
         self.computes = False
 
     def mark(self, computes: bool) -> None:
@@ -54,6 +59,10 @@ class Block:
     def free(self) -> None:
         for unit in self.units:
             unit.free()
+
+    def look_for_keepers(self) -> None:
+        modules = self.module.modules()
+        self.keepers = [m for m in modules if any(x.grad_fn for x in tensors_in(vars(m)))]
 
 
 Enter = Callable[[Block, tuple, dict], tuple[tuple, dict] | None]

@@ -71,10 +71,9 @@ class ShardedInterface(DataParallel):
         A collective call, between `finish_gradient_synchronization()` and `optimizer.step()`.
         """
         own = [gradient for *_, gradient in self.gradient_pieces()]
-        shards = [unit.shard for unit in self.units]
-        dtypes = [shard.dtype.to_real() for shard in shards]
+        dtypes = [unit.shard.dtype.to_real() for unit in self.units]
         wide = reduce(torch.promote_types, dtypes, torch.float32)  # on ranks without pieces too
-        square = torch.nn.utils.get_total_norm(own).to(shards[0].device, wide).square()
+        square = torch.nn.utils.get_total_norm(own).to(self.units[0].shard.device, wide).square()
         dist.all_reduce(square, group=self.process_group)
         norm = square.sqrt()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -144,9 +143,8 @@ class ShardedInterface(DataParallel):
         """
         if self.world_size == 1:
             return [status]
-        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
-        if text := status.encode()[:STATUS_BYTES]:
-            own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        text = status.encode()[:STATUS_BYTES].ljust(STATUS_BYTES, b"\0")
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         everyone = own.new_empty(self.world_size, STATUS_BYTES)
         gather_on_hosts(everyone, own, self.process_group).wait()
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyone.tolist()]

@@ -53,7 +53,7 @@ def entries(
                 raise ValueError(
                     f"load_state_dict: the optimizer's state is of another network: {key} is "
                     f"{list(value.shape)} for a parameter {list(parameter.shape)}, "
-                    f"{names[parameter]}"
+                    f"{names.get(parameter, 'frozen')}"
                 )
     return found
 
@@ -95,11 +95,8 @@ def gather_states(units: Sequence[FlatUnit], slices: Slices) -> defaultdict[Tens
     """Returns the state of all ranks under the network's parameters; a collective call."""
     parameters = [parameter for unit in units for parameter in unit.parameters]
     number_of = {parameter: number for number, parameter in enumerate(parameters)}
-    own = {
-        (number_of[parameter], key): value
-        for parameter, values in states(slices).items()
-        for key, value in values.items()
-    }
+    held = states(slices).items()
+    own = {(number_of[p], key): value for p, values in held for key, value in values.items()}
     pieces: dict[tuple[int, str], list[Any]] = {}  # a value's, of the ranks in order
     for theirs in gather(own, units[0].group, units[0].shard.device):
         for place, piece_of_value in theirs.items():

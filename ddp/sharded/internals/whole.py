@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,16 @@ from torch.nn import Parameter
 
 from ddp.internals.unused import tensors_in
 from ddp.sharded.base import Sharded
-from ddp.sharded.internals.agreement import NOT_THE_SAME, add_note, agree
+from ddp.sharded.internals.agreement import NOT_THE_SAME, agree, noted
 from ddp.sharded.internals.blocks import Block, CallOrder, Start, blocks_of, call_around, cast
 from ddp.sharded.internals.views import gather, keep
 from ddp.sharded.layout import FlatUnit
 from ddp.torch_compat import in_backward, own, without_torch_functions
+
+NO_TENSOR = (
+    "fsdp finds no tensor in the {kind} that {name} returns: return a tensor, or tuples, lists, "
+    "dicts or dataclasses of them"
+)
 
 
 class DividedInterface(Sharded):
@@ -110,7 +116,13 @@ class DividedInterface(Sharded):
     def end_call(self, block: Block, output: Any) -> None:
         """Ends a block's forward, but for one that is computed again or was called by itself."""
         if block.computes and not in_backward():
-            outputs = [x for x in tensors_in(output) if x.requires_grad]
+            if not block.has_trained and torch.is_grad_enabled():
+                block.look_for_keepers()
+                block.has_trained = self.training
+            found = list(tensors_in([output, *map(vars, block.keepers)]))
+            if not found and block is not self.root and torch.is_grad_enabled():
+                raise RuntimeError(NO_TENSOR.format(name=block.name, kind=type(output).__name__))
+            outputs = [x for x in found if x.grad_fn is not None]
             self.leave(block, outputs)
             if block is self.root:
                 self.order.end(self.agree)
@@ -142,11 +154,7 @@ class DividedInterface(Sharded):
             self.order.way_back.go_on(self.start)
 
     def wait(self, unit: Any, handle: Any) -> None:
-        try:
-            super().wait(unit, handle)
-        except RuntimeError as error:
-            add_note(error, "reduction", unit.name)
-            raise
+        noted(partial(super().wait, unit, handle), "reduction", unit.name)
 
     def finish_gradient_synchronization(self) -> None:
         with without_torch_functions():
@@ -156,11 +164,7 @@ class DividedInterface(Sharded):
 
     def exchange(self, status: str) -> list[str]:
         """Returns the status of every rank; an error says what may have happened."""
-        try:
-            return super().exchange(status)
-        except RuntimeError as error:
-            add_note(error, "gather", "")
-            raise
+        return noted(partial(super().exchange, status), "gather", "")
 
     def agree(self, act: str, differ: str = NOT_THE_SAME) -> None:
         agree(self.exchange, act, differ=differ)

@@ -8,7 +8,15 @@ from torch import nn, optim
 
 from ddp.sharded.optimizer import ELEMENTWISE
 from ddp_by_hand.lm.rank_pool import Context
-from tests.support.beside import Beside, Branches, branches_loss, chain_loss, wrapped
+from tests.support.beside import (
+    Beside,
+    Branches,
+    Chain,
+    branches_loss,
+    chain_loss,
+    make_optimizer,
+    wrapped,
+)
 from tests.support.on_ranks import on_ranks
 
 NAME = "zero1"
@@ -177,6 +185,28 @@ def test_refusals(context: Context) -> None:
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict(torch.optim.Adam(nn.Linear(5, 5).parameters()).state_dict())
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", [NAME, "fsdp"])
+@on_ranks(2)
+def test_frozen_parameters_are_given_too(context: Context, name: str) -> None:
+    """As `network.parameters()` has them; a state numbers them like the plain optimizer's."""
+    network = Chain()
+    network.layers[1].requires_grad_(False)
+    pair = Beside(context, name, network)
+    ours, plain = (
+        make_optimizer(module, torch.optim.AdamW, params=list(module.parameters()), lr=0.01)
+        for module in (pair.model, pair.reference)
+    )
+    train(pair, (ours, plain), range(2))
+    state, expected = ours.state_dict(), plain.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    ours.load_state_dict(expected)
+    train(pair, (ours, plain), range(2, 4))
+    frozen = list(pair.model.module.layers[1].parameters())
+    with pytest.raises(ValueError, match="does not train parameters of shapes"):
+        pair.model.make_optimizer(torch.optim.SGD, params=frozen)
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """Which parameters lie together, and when they have memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,8 +96,8 @@ def test_a_gather_that_has_failed_raises_once(context: Context) -> None:
     parameter = nn.Parameter(torch.arange(6.0))
     unit = GatheredUnit({parameter: "weight"}, context.group, torch.float32, "block")
 
-    def fail(work: Any, _what: str, _block: str) -> None:
-        work.wait()
+    def fail(wait: Callable[[], Any], _what: str, _block: str) -> None:
+        wait()
         raise RuntimeError("a rank has gone")
 
     def interrupt(*_: Any) -> None:
@@ -104,11 +105,11 @@ def test_a_gather_that_has_failed_raises_once(context: Context) -> None:
 
     unit.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp.sharded.units.wait_for", interrupt)
+        patch.setattr("ddp.sharded.units.noted", interrupt)
         with pytest.raises(KeyboardInterrupt):
             unit.wait()
         assert unit.has_memory
-        patch.setattr("ddp.sharded.units.wait_for", fail)
+        patch.setattr("ddp.sharded.units.noted", fail)
         with pytest.raises(RuntimeError, match="has gone"):
             unit.wait()
         unit.free()
