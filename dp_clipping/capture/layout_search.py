@@ -37,7 +37,7 @@ from dp_clipping.layers.handle import LayerState, expanded_input, expanded_outpu
 from dp_clipping.layers.recorder import Joint, Trainable
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.refusals import refuse_transforms
-from dp_clipping.torch_compat import every_module, is_in_backward
+from dp_clipping.torch_compat import every_module, is_in_backward, own_parameters
 from dp_clipping.trials.routing import Routing
 
 UNSURE = "unsure"
@@ -320,7 +320,8 @@ def _refuse_exchanged(handle: LayerState, module: nn.Module) -> None:
     Under vmap, with its caller, it is called with these too, and its parameters may have none.
     """
     for name, record in handle.records.items():
-        if getattr(*owner_of(module, name)) is not record.parameter:
+        owner, last = owner_of(module, name)
+        if own_parameters(owner).get(last, record.parameter) is not record.parameter:
             raise NeedsVmap(
                 handle.name,
                 f"{handle.title(module)} is called with another tensor in the place of its {name}, "
