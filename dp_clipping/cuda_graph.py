@@ -19,6 +19,7 @@ change is refused. Other values that the body's Python reads (a variable, a crit
 stay as they were captured.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -111,10 +112,12 @@ def capturing(graph: Any) -> Iterator[None]:
     """Enters a context that records in `graph` the launches of its block.
 
     Raises RuntimeError where the block waits for the device, before it does: a capture that the
-    wait itself ends leaves PyTorch's allocator and generators as they are during a capture.
+    wait itself ends leaves PyTorch's allocator and generators as they are during a capture. Nothing
+    is collected in it: to free another graph, or an event, would end it too.
     """
-    before = torch.cuda.get_sync_debug_mode()
+    before, collects = torch.cuda.get_sync_debug_mode(), gc.isenabled()
     first: Exception | None = None  # ending the capture may raise another
+    gc.disable()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             torch.cuda.set_sync_debug_mode("error")
@@ -133,6 +136,9 @@ def capturing(graph: Any) -> Iterator[None]:
             "wait for the device (item(), cpu(), if on a tensor, an attention mask that is "
             "looked at, loss_per_sample)"
         ) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 class GraphedStep:

@@ -1,7 +1,8 @@
 """A private step as a CUDA graph: beside the eager step it is the same, and what cannot be one is
 refused."""
 
-from contextlib import contextmanager
+import gc
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from types import SimpleNamespace
 
@@ -253,6 +254,21 @@ def test_dropout_is_another_in_each_replay():
 
 
 # ---- without a GPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_in_a_capture(collects, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", int)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with cuda_graph.capturing(None):
+            assert not gc.isenabled()
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def settings(**changes) -> SimpleNamespace:
