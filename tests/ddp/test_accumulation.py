@@ -151,6 +151,17 @@ def activation_checkpointing(context: Context, name: str) -> None:
         pair.run("backward finish zero")
 
 
+def there_before_wrap(context: Context, name: str) -> None:
+    """What a network has in `.grad` when it is wrapped is part of the first step."""
+    network = Chain().to(context.device)
+    for p in network.parameters():
+        p.grad = torch.full_like(p, 1.0 + context.rank)
+    pair = Beside(context, name, network)
+    for p in pair.reference.parameters():
+        p.grad = torch.full_like(p, pair.scale * sum(1.0 + rank for rank in pair.ranks))
+    pair.step(chain_loss(0))
+
+
 def autograd_grad_changes_nothing(context: Context, name: str) -> None:
     """`torch.autograd.grad` between finish and the optimizer accumulates nothing."""
     pair = Beside(context, name, reduce="sum")
@@ -163,7 +174,13 @@ def autograd_grad_changes_nothing(context: Context, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [views_are_rebound, activation_checkpointing, autograd_grad_changes_nothing]
+    "body",
+    [
+        views_are_rebound,
+        activation_checkpointing,
+        there_before_wrap,
+        autograd_grad_changes_nothing,
+    ],
 )
 def test_gradients_in_a_step(ranks, implementation, body):
     ranks.run(2, body, implementation)

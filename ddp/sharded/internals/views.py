@@ -34,7 +34,7 @@ def refuse_moved(unit: FlatUnit, names: Sequence[str]) -> None:
 
 def make_stand_ins(unit: Any) -> None:
     """Makes the parameters of a `GatheredUnit` stand-ins, now and once it has gone."""
-    for parameter in unit.parameters:
+    for parameter in (p for p in unit.parameters if p.dtype != unit.values.dtype):
         parameter.grad = None
     stand_ins = unit.parameters, unit.names, unit.values.dtype
     hide_all(*stand_ins)
