@@ -86,8 +86,6 @@ class DilocoDDP(BucketedDDP):
         self._seen: list[int] = []  # versions of the parameters since the last finish
         super().__init__(module, **options)
 
-    # ---- local steps ---------------------------------------------------------------------------
-
     def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
         """Launches nothing: an optimizer steps with this rank's own gradients."""
 
@@ -141,8 +139,6 @@ class DilocoDDP(BucketedDDP):
             if version_of(self.gradients.parameters[i]) != version:
                 raise RuntimeError(NOT_COUNTED.format(name=self.gradients.names[i]))
 
-    # ---- the outer step ------------------------------------------------------------------------
-
     @torch.no_grad()
     def outer_step(self) -> None:
         """Ends the round: all ranks take one step together. A collective call.
@@ -193,8 +189,6 @@ class DilocoDDP(BucketedDDP):
 
     def _forget_round(self) -> None:
         self.start, self.counts, self._seen = [], [0] * len(self.counts), []
-
-    # ---- state, of which internals/rounds.py saves the rest with the optimizer's ---------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the network's state, which is this rank's own in the middle of a round."""

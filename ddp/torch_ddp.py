@@ -28,8 +28,9 @@ from ddp.synchronous import SynchronousDDP
 from ddp.torch_compat import ddp_record
 
 OTHER_DTYPE = (
-    "{name} has a gradient of another type than its own, in which PyTorch's reducer works: set no "
-    "grad_dtype; gradient_dtype is for gradients that are handed to gradient_ready"
+    "{name} has a gradient of another type, and PyTorch's reducer works in the parameters' own "
+    "type: gradient_dtype is for gradients that are handed to gradient_ready; set no grad_dtype, "
+    "or use another variant"
 )
 
 

@@ -79,9 +79,6 @@ class Panel:
     remark: str
 
 
-# ---- the steps ----------------------------------------------------------------------------------
-
-
 def forward() -> list[Box]:
     return [Box("forward", 1, str(n), "forward", {"saved": 1}) for n in range(1, LAYERS + 1)]
 
@@ -170,8 +167,6 @@ PANELS = [
     ),
 ]  # fmt: skip
 
-
-# ---- the picture --------------------------------------------------------------------------------
 
 WIDTH, HEAD, FOOT = 9.0, 1.22, 0.7  # inches
 TITLE, PHASES, STRIP, GAP, LEVELS, BELOW = 0.27, 0.2, 0.3, 0.06, 0.72, 0.3

@@ -60,9 +60,6 @@ class Variant:
     contends: bool = True
 
 
-# ---- the steps ----------------------------------------------------------------------------------
-
-
 def forward() -> list[Work]:
     return [Work("forward", str(n), FORWARD) for n in range(1, LAYERS + 1)]
 
@@ -172,9 +169,6 @@ VARIANTS = {
 }
 
 
-# ---- what happens when --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Box:
     kind: str
@@ -210,8 +204,6 @@ def run(variant: Variant) -> tuple[list[Box], list[Box]]:
             began, left = None, works[0].width if works else 0.0
     return computed, sent
 
-
-# ---- the pictures -------------------------------------------------------------------------------
 
 INK, FAINT, ORANGE, PALE = "#222222", "#6B6B6B", "#D55E00", "#F5C9A6"
 FILLS = {

@@ -239,8 +239,6 @@ class _Captured:
     def outputs(self) -> Any:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._outputs)
 
-    # ---- capture --------------------------------------------------------------------------------
-
     def _refuse_unsuitable(self) -> None:
         plan = self.model.step_context.plans.last
         reasons = {
@@ -295,8 +293,6 @@ class _Captured:
             BatchNorms(one.norms.clone(), one.squared.clone(), one.nonfinite + 0).first(real)
             for one in self._norms
         ]
-
-    # ---- replay ---------------------------------------------------------------------------------
 
     def replay(self, args: tuple, kwargs: dict) -> Any:
         """Makes the coming step by the graph; the host does what an eager step's Python does."""

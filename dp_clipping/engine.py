@@ -98,8 +98,6 @@ class PrivacyEngine(Checkpoints, Audits):
         warnings.warn("release is now hide_unprotected", DeprecationWarning, stacklevel=2)
         return self.hide_unprotected
 
-    # ---- what a user calls ----------------------------------------------------------------------
-
     @checked(MAKE)
     def make_private(
         self,
@@ -351,8 +349,6 @@ class PrivacyEngine(Checkpoints, Audits):
         fixed = ModuleValidator.fix(module)
         check_module(fixed)
         return fixed
-
-    # ---- a run ----------------------------------------------------------------------------------
 
     def _build(
         self, settings: Settings

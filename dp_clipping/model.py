@@ -112,8 +112,6 @@ class PrivateModel(nn.Module):
             self.network, self.batch_first, self.capture.is_compiled, self.passes.constants
         )
 
-    # ---- what a user looks at, and ε does not cover: `hide_unprotected=True` refuses it ---------
-
     @property
     def per_sample_gradient_norms(self) -> Tensor:
         """Returns unclipped norms of all samples since `zero_grad`, float32 [local batch]."""
@@ -186,8 +184,6 @@ class PrivateModel(nn.Module):
         if not self.step_state.norms:
             raise RuntimeError("no backward since zero_grad: there are no norms yet")
         return self.step_state.norms
-
-    # ---- what a user calls ----------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy is None:
@@ -273,8 +269,6 @@ class PrivateModel(nn.Module):
             self._calls.remove()
         return self.network
 
-    # ---- as the network is, for the user --------------------------------------------------------
-
     @property
     def training(self) -> bool:
         """Returns whether calls are steps of training."""
@@ -334,8 +328,6 @@ class PrivateModel(nn.Module):
                 raise
             return getattr(super().__getattr__("module"), name)
 
-    # ---- what criterion and optimizer call ------------------------------------------------------
-
     @property
     def takes_step(self) -> bool:
         """Returns whether a forward is one of a private step: there is something to train."""
@@ -371,8 +363,6 @@ class PrivateModel(nn.Module):
     def clear_gradients(self) -> None:
         """Drops gradients, as `zero_grad` does; they may be float32 again."""
         self.passes.drop()
-
-    # ---- what these are made of -----------------------------------------------------------------
 
     def _call_of_unwrapped(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, (*replicas(), *fsdp_classes())) and self.sharding is None:

@@ -94,8 +94,6 @@ class PrivateOptimizer(Optimizer):
         self.refuse()
         self._guard(self.original_optimizer)
 
-    # ---- an optimizer for schedulers and users --------------------------------------------------
-
     param_groups = _of_wrapped("param_groups")
     state = _of_wrapped("state")
     defaults = _of_wrapped("defaults")
@@ -221,8 +219,6 @@ class PrivateOptimizer(Optimizer):
         if half_way:
             self.zero_grad()
         return dropped
-
-    # ---- the step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients. After a skipped step it keeps the sums that are being accumulated."""

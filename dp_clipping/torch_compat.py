@@ -36,7 +36,6 @@ ADDED = frozenset({
 OF_MACHINE = ("CUDA error", "ALLOC_FAILED", "can't allocate memory", "out of memory")
 warn_if_untested()
 
-# ---- trees ---------------------------------------------------------------------------------------
 
 PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
@@ -104,8 +103,6 @@ def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
     return container(parts)
 
 
-# ---- tensors and operators -----------------------------------------------------------------------
-
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns the number of in-place changes of a tensor."""
 
@@ -159,8 +156,6 @@ def to_one_buffer_(
     with torch.cuda.device_of(weights[0]):
         torch._cudnn_rnn_flatten_weight(weights, stride, *sizes, False, bidirectional)
 
-
-# ---- autograd ------------------------------------------------------------------------------------
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -241,8 +236,6 @@ def flush_ready_nodes() -> None:
         torch.autograd.grad(nothing + 0, nothing)
 
 
-# ---- modules, their hooks and optimizers ---------------------------------------------------------
-
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
@@ -305,9 +298,6 @@ def take_hooks_since(module: nn.Module, number: int) -> list[tuple[dict, int, An
 def set_gradient_hooks(parameter: nn.Parameter, hooks: dict[int, Any] | None) -> None:
     """Sets `gradient_hooks`; a handle still removes its hook from the dict that it is in."""
     parameter._backward_hooks = hooks
-
-
-# ---- calls and compiled code -------------------------------------------------------------------
 
 
 class Intercepted:

@@ -31,9 +31,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-# ---- the program --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def program(tmp_path) -> Path:
     (block,) = re.findall(r"^```python\n(import argparse.*?)^```", PAGE, re.M | re.S)
@@ -113,9 +110,6 @@ SLOWLY = """        optimizer.zero_grad()
 """
 
 
-# ---- scripts and commands -----------------------------------------------------------------------
-
-
 def blocks(language: str) -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S)
     return [text for name, text in found if name == language]
@@ -145,9 +139,6 @@ def test_slurm_starts_one_torchrun_on_each_host():
     assert "signal.SIGTERM" in PAGE
     assert script.count("run.pt.stopped") == 2
     assert 'f"{options.checkpoint}.stopped"' in PAGE
-
-
-# ---- the container ------------------------------------------------------------------------------
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -209,9 +200,6 @@ def test_the_image_installs_and_runs_what_there_is():
     assert made.returncode == 0, made.stderr
     assert "-m pytest" in made.stdout
     assert "venv" not in made.stdout
-
-
-# ---- messages -----------------------------------------------------------------------------------
 
 
 def shown(start: str) -> str:

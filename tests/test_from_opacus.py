@@ -125,9 +125,6 @@ def test_every_argument_and_mode_has_a_row_and_no_row_is_of_a_name_that_is_gone(
     assert not {name for _, name in ROWS} - known
 
 
-# ---- what the rows say --------------------------------------------------------------------------
-
-
 def epoch(run: SimpleNamespace, loader: DataLoader | None = None) -> int:
     """Takes the steps of an epoch; returns how many there were."""
     for batch in loader or run.loader:

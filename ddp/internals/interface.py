@@ -141,8 +141,6 @@ class Interface(nn.Module):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.process_group)
         return bool(found)
 
-    # ---- gradients that come by calls, not by autograd, as those of private training ------------
-
     def before_gradient(self, parameter: Parameter) -> None:
         """Prepares `parameter.grad` for a further addition, under `no_sync` too.
 
@@ -222,8 +220,6 @@ class Interface(nn.Module):
         dtypes.give()
         self.adopt_order(self.schedule.order)
 
-    # ---- a training loop -----------------------------------------------------------------------
-
     def make_optimizer(
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
@@ -254,8 +250,6 @@ class Interface(nn.Module):
         self.watch.accept_changes()
         return result
 
-    # ---- statistics ----------------------------------------------------------------------------
-
     def count(self, collectives: int, nbytes: int) -> None:
         """Adds to what `stats` returns. A `launch` that does not has sent its bucket once."""
         self.step.record.count(nbytes, collectives)
@@ -276,8 +270,6 @@ class Interface(nn.Module):
             Launch(ready, bucket.nbytes, tuple(self.gradients.names[i] for i in bucket.members))
             for ready, bucket in self.step.finished.launches
         ]
-
-    # ---- several wrappers of one network, and copies -------------------------------------------
 
     def retire(self) -> None:
         """Discards an unfinished step: another wrapper of this network takes over for good."""
@@ -309,5 +301,8 @@ def mebibytes(bucket_size_mb: float | None) -> int | None:
     if bucket_size_mb is None:
         return None
     if not 0 < bucket_size_mb < inf:
-        raise ValueError(f"bucket_size_mb: {bucket_size_mb} is not a positive number or None")
+        raise ValueError(
+            f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB, nor None for one "
+            "bucket"
+        )
     return int(bucket_size_mb * (1 << 20))

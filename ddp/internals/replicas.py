@@ -115,15 +115,22 @@ def not_whole(module: nn.Module) -> str | None:
     """Returns a complaint about a tensor that has no values, or those of a part; else None."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
-            return f"{name} has no shape yet: run one batch through the lazy network before wrap"
+            return (
+                f"{name} has no shape yet, as in a lazy module before its first forward: run one "
+                "batch through the network before it is wrapped"
+            )
         if tensor.is_meta:
             return f"{name} is on the meta device: call network.to_empty(device=..), give it values"
         if hasattr(tensor, "placements"):
-            return f'{name} is a DTensor: give wrap("torch_fsdp", network) one before fully_shard'
+            return (
+                f'{name} is a DTensor, as behind fully_shard(network): give wrap("torch_fsdp", '
+                "network) a network before fully_shard, or train this one without wrap"
+            )
         if hasattr(tensor, "full_name"):
             return (
-                f"{name} has no values here, as the parameters of a network that fsdp has divided "
-                "among ranks: build a new network and load the wrapper's state_dict() into it"
+                f"{name} has the memory of one element only, as the parameters of a network that "
+                "fsdp has divided among ranks: build a new network and load the wrapper's "
+                "state_dict() into it"
             )
         places = zip(tensor.shape, tensor.stride(), strict=True)
         if any(size > 1 and not stride for size, stride in places):

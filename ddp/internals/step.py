@@ -85,8 +85,6 @@ class Step:
         """Returns whether gradients have arrived, or were launched, that are not finished."""
         return bool(self._schedule.arrivals or self._schedule.launched or self.in_backward)
 
-    # ---- forward -------------------------------------------------------------------------------
-
     def begin_forward(self, wrapper: Any) -> bool:
         """Returns whether buffers are to be synchronised: in training, and not under `no_sync`.
 
@@ -144,8 +142,6 @@ class Step:
             self.discard(wrapper)
         wrapper.wait_for(*self._schedule.in_flight)
 
-    # ---- backward ------------------------------------------------------------------------------
-
     def begin_backward(self, reduces: bool | None = None) -> None:
         """Called with the gradient of an output, or with the first one of a parameter."""
         if not self.in_backward:
@@ -187,8 +183,6 @@ class Step:
         if self._reached and len(schedule.arrivals) == 1:  # others stay away: buckets complete
             schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
         return True
-
-    # ---- finish --------------------------------------------------------------------------------
 
     def is_complete(self, wrapper: Any) -> bool:
         """Returns False for a step in which all parameters are frozen: nothing to reduce.
@@ -239,8 +233,6 @@ class Step:
         dist.broadcast(message, group=wrapper.process_group, group_src=0)
         wrapper.adopt_order(message.tolist())
         self._order_is_observed = True
-
-    # ---- a step that cannot be finished --------------------------------------------------------
 
     def _missing(self) -> list[int]:
         """Lists parameters that received fewer gradients than others in this step."""

@@ -24,13 +24,14 @@ STEPPED = (
     "and wrap the network again, which gives every rank the values of rank 0"
 )
 STEPPED_IN_HOOK = (
-    "{name} was changed by a hook before its gradient was reduced, so the ranks now differ: call "
-    "optimizer.step() after finish_gradient_synchronization(), and not in a backward"
+    "{name} was changed by a hook before its gradient was reduced, so the ranks now differ: an "
+    "optimizer that steps in backward cannot be used here; call optimizer.step() after "
+    "finish_gradient_synchronization()"
 )
 REPLACED = (
     "{name} is trainable, but not one of the parameters that were wrapped (replaced, as by "
-    "load_state_dict(assign=True), added, or frozen then): no gradient of it would be reduced. "
-    "Wrap the network again: model = wrap(..., model.module)"
+    "load_state_dict(assign=True), added, or frozen when the network was wrapped): no gradient of "
+    "it would be reduced. Wrap the network again: model = wrap(..., model.module)"
 )
 
 
@@ -47,8 +48,6 @@ class Watch:
         self._index_of = gradients.index_of
         self.arrived: dict[int, int] = {}
         self._look(module)
-
-    # ---- writes between a gradient's arrival and its reduction ---------------------------------
 
     def call(self, module: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls the module, which may write to parameters, as Embedding(max_norm=1) does."""
@@ -69,8 +68,6 @@ class Watch:
             if version_of(self._parameters[i]) != version:
                 return STEPPED.format(name=self._names[i])
         return None
-
-    # ---- parameters that are not those that were wrapped ---------------------------------------
 
     def raise_if_replaced(self, module: nn.Module) -> None:
         """Raises if a parameter was added, but not by `torch.func.functional_call`."""

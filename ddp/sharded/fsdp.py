@@ -60,8 +60,6 @@ class HandBuiltFSDP(DividedInterface):
     options = (*DataParallel.options, "units", "param_dtype")
     frees_gradients = True
 
-    # ---- parameters ----------------------------------------------------------------------------
-
     def enter(self, block: Block) -> None:
         """Begins a block's forward: its parameters become whole, the next block's gather starts."""
         block.mark(computes=True)
@@ -99,8 +97,6 @@ class HandBuiltFSDP(DividedInterface):
                 unit.start()
                 self.step.record.count(unit.values.nbytes)
 
-    # ---- gradients -----------------------------------------------------------------------------
-
     def launch(self, unit: Any) -> tuple[dist.Work, Tensor, Tensor]:
         self.catch_up()
         self.wait_for(*self.schedule.in_flight)  # one on the wire at a time bounds the memory
@@ -110,8 +106,6 @@ class HandBuiltFSDP(DividedInterface):
         if are_there and number_of_backward() == self.order.backward:
             unit.free()
         return super().launch(unit)
-
-    # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
 
     def begin_step(self, units: list[Any]) -> None:
         if not self.order.is_ahead:

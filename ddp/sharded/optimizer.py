@@ -26,9 +26,10 @@ ELEMENTWISE = {
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 }  # fmt: skip
 NOT_ELEMENTWISE = (
-    "{name} may look at whole tensors, at several together or at the loss, and each rank steps a "
-    "slice of every tensor: use AdamW or another of torch.optim that treats every element alone; "
-    'if {name} does, set {name}.treats_elements_alone = True; else wrap("ddp_bucketed", module)'
+    "{name} may look at whole tensors, at several together or at the loss, and here each rank "
+    "steps a slice of every tensor: use SGD, Adam, AdamW or another of torch.optim that treats "
+    "every element alone; if {name} does, set {name}.treats_elements_alone = True; else use a "
+    'variant with whole gradients, as wrap("ddp_bucketed", module)'
 )
 
 
@@ -79,8 +80,6 @@ class ShardedOptimizer(Optimizer):
         self._parts = in_parts(self._units) if self.cls in ELEMENTWISE else [self._units]
         self._slices = Slices(self._units, self.param_groups, self._make)
         self._show_state()
-
-    # ---- a step --------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Steps this rank's slices, and returns when all parameters have their new values.
@@ -148,8 +147,6 @@ class ShardedOptimizer(Optimizer):
     def _tell(self, message: str, error: Exception) -> str:
         what = f"{type(error).__name__}: {error}"
         return message.format(rank=self.model.units[0].rank, error=what)
-
-    # ---- its state -----------------------------------------------------------------------------
 
     def _show_state(self) -> None:
         """Shows the state of this rank's pieces under the network's parameters."""

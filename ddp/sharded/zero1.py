@@ -47,8 +47,6 @@ class Zero1DDP(Sharded):
         buckets = plan_buckets(sizes, range(len(sizes))[::-1], self.bucket_bytes)
         return [FlatUnit([parameters[i] for i in b.members], self.process_group) for b in buckets]
 
-    # ---- the step, as ShardedOptimizer calls it ------------------------------------------------
-
     def publish(self, unit: FlatUnit) -> None:
         self.step.finished.count(unit.values.nbytes)
         self._gathers.append(all_gather(unit.values, unit.shard, self.process_group))

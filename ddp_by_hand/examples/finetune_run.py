@@ -29,9 +29,6 @@ END = 256  # the token after the last byte
 MADE = 1024  # sentences of --data made
 
 
-# ---- rows of text -------------------------------------------------------------------------------
-
-
 def read_rows(source: str, column: str) -> list[str]:
     """Returns the texts of a table; raises ValueError that shows the option that works."""
     if source == "made":
@@ -128,9 +125,6 @@ def to_samples(rows: list[str], tokenizer: Any, length: int) -> list[dict[str, T
     return samples
 
 
-# ---- the model ----------------------------------------------------------------------------------
-
-
 def make_model(options: Options) -> Any:
     """Returns the model with what `--train` says trainable."""
     torch.manual_seed(options.seed)
@@ -195,9 +189,6 @@ def sample(model: Any, tokenizer: Any, options: Options) -> str:
         )  # fmt: skip
     model.train(was_training)
     return tokenizer.decode(found[0].tolist())
-
-
-# ---- the run ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,6 @@ GAMMA = 0.9  # what the noise is multiplied with after each epoch, by a schedule
 Parts = tuple[nn.Module, TensorDataset, TensorDataset]  # network, samples, held-out samples
 
 
-# ---- what depends on the engine -----------------------------------------------------------------
-
-
 def engine_classes(name: str) -> tuple[Any, Any]:
     """Returns `PrivacyEngine` and `BatchMemoryManager` of the package that `--engine` names."""
     if name == "opacus":
@@ -77,9 +74,6 @@ def data_parallel(name: str, network: nn.Module) -> nn.Module:
     from ddp import wrap
 
     return wrap("ddp_bucketed", network)
-
-
-# ---- networks and data --------------------------------------------------------------------------
 
 
 def picture_parts(options: argparse.Namespace) -> Parts:
@@ -153,9 +147,6 @@ def words_of(package: str) -> list[str]:
     folder = Path(importlib.util.find_spec(package).origin).parent
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
     return re.findall(r"[a-z]+", text.lower())
-
-
-# ---- training -----------------------------------------------------------------------------------
 
 
 def train(options: argparse.Namespace, accountant: str = "prv", gamma: float = 1) -> dict[str, Any]:
@@ -258,9 +249,6 @@ def compare_accountants(options: argparse.Namespace) -> dict[str, list[float]]:
     for name, epsilons in spent.items():
         print(f"{name:<16}" + "".join(f"{epsilon:10.3f}" for epsilon in epsilons))
     return spent
-
-
-# ---- the command --------------------------------------------------------------------------------
 
 
 def parser() -> argparse.ArgumentParser:

@@ -208,9 +208,6 @@ def accuracy_of(network: nn.Module, pictures: Tensor, digits: Tensor) -> float:
     return float((found == digits).float().mean())
 
 
-# ---- output files --------------------------------------------------------------------------------
-
-
 def write(options: Options, runs: list[Run]) -> None:
     """Writes the accuracies of the runs so far, and draws them."""
     options.output_dir.mkdir(parents=True, exist_ok=True)

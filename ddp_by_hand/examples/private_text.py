@@ -255,8 +255,6 @@ class Training:
         self.optimizer.step()
         return loss.loss_per_sample.detach()
 
-    # ---- what epsilon does not cover ------------------------------------------------------------
-
     def _look(self, losses: Tensor) -> None:
         """Logs what the step's samples looked like; at some steps reports and saves."""
         step, options = self.optimizer.steps, self.options
@@ -292,8 +290,6 @@ class Training:
                 targets = rearrange(part[:, 1:], "b t -> (b t)")
                 total += cross_entropy(logits, targets, reduction="sum")
         return float(total) / sequences[:, 1:].numel() / NATS_PER_BIT
-
-    # ---- files ----------------------------------------------------------------------------------
 
     def _restore(self) -> None:
         """Loads the checkpoint, or writes the first one: a run can be resumed at any time."""
@@ -341,8 +337,6 @@ class Training:
             f"not covered by epsilon: {folder / 'training.png'}, {self.log}; "
             f"secret: {self.checkpoint}.key"
         )
-
-    # ---- words ----------------------------------------------------------------------------------
 
     def _unigram_bits(self) -> float:
         """Returns the entropy of the held-out bytes' frequencies: the bits without context."""

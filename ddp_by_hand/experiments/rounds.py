@@ -74,9 +74,6 @@ def row_of(text: str) -> Row:
     return Row(*map(int, text.split("x")))
 
 
-# ---- measuring -----------------------------------------------------------------------------------
-
-
 class RoundCell(NamedTuple):
     """A variant on a row, which is a batch or anything that is called by its `str`."""
 
@@ -212,9 +209,6 @@ def describe_cell(cell: dict) -> str:
     if cell["status"] != OK:
         return f"{name}: {cell['status']}: {cell['reason']}"
     return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_memory_mb']:,.0f} MiB"
-
-
-# ---- reporting -----------------------------------------------------------------------------------
 
 
 def report(results: Sequence[dict], more: Callable[[Cell], dict] | None = None) -> str:

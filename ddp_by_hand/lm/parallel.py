@@ -75,9 +75,6 @@ def parallelize(
     return network
 
 
-# ---- tensor parallel ----------------------------------------------------------------------------
-
-
 def split_tensors(network: nn.Module, mesh: DeviceMesh) -> None:
     """Applies tensor parallelism over a mesh of one axis; rank 0's values go to all."""
     plan = plan_of(network, mesh.size())
@@ -181,9 +178,6 @@ def _tied(network: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-# ---- FSDP2 --------------------------------------------------------------------------------------
-
-
 def shard_fully(
     network: nn.Module,
     mesh: DeviceMesh,
@@ -234,9 +228,6 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
             f"{type(network).__name__} has no list of blocks: choose wrap='leaf' or 'root'"
         )
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
-
-
-# ---- from the meta device -----------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -239,9 +239,6 @@ def _regressions(row: dict, name: str) -> list[str]:
     return found
 
 
-# ---- in words ------------------------------------------------------------------------------------
-
-
 def describe(
     found: Comparison, before: Sequence[Cell], after: Sequence[Cell], threshold: float
 ) -> str:

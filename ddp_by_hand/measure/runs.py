@@ -297,9 +297,6 @@ def _round(row: dict) -> Round:
     )
 
 
-# ---- what cells are compared with ----------------------------------------------------------------
-
-
 def beside(cells: Sequence[Cell], cell: Cell, name: str, value: str) -> Cell | None:
     """Returns the cell that differs from this one in one name only, if it has been measured.
 

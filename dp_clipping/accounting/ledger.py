@@ -236,8 +236,6 @@ class Account:
         if not self._is_direct:
             self.refuse_direct(computes=self.computes)
 
-    # ---- steps ----------------------------------------------------------------------------------
-
     def hand_over(self, fingerprint: str, run: object) -> None:
         """Records that this run has loaded a key, and goes on with it."""
         self._run_of[fingerprint] = run
@@ -308,8 +306,6 @@ class Account:
         _, part = self._parts.setdefault(key, (number, []))
         part[-1:] = joined(part[-1:], new)
         self._is_used = True
-
-    # ---- checkpoints ----------------------------------------------------------------------------
 
     def parts(self) -> Parts:
         """Returns the parts for a checkpoint."""

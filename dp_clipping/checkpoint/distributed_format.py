@@ -62,9 +62,6 @@ SAFE = {
 }  # fmt: skip
 
 
-# ---- saving --------------------------------------------------------------------------------------
-
-
 def new_name(run: PrivateRun) -> str:
     """Returns the name of a folder for tensors that is not there yet: rank 0's on every rank."""
     return f"tensors-{from_rank_0(secrets.token_bytes(8), run.group, run.device).hex()}"
@@ -104,9 +101,6 @@ def write_run(snapshot: Snapshot, contents: dict[str, Any]) -> None:
     for other in path.iterdir():
         if FOLDER.fullmatch(other.name) and other.name != contents[DETAILS][TENSORS]:
             shutil.rmtree(other, ignore_errors=True)
-
-
-# ---- loading -------------------------------------------------------------------------------------
 
 
 def verify(run: PrivateRun, path: Path, saved: dict[str, Any]) -> None:
@@ -174,9 +168,6 @@ def read_shapes(path: Path, saved: dict[str, Any]) -> tuple[SafeReader, dict[str
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             for name, entry in metadata.state_dict_metadata.items()
         }
-
-
-# ---- both ----------------------------------------------------------------------------------------
 
 
 def _reason(error: BaseException) -> str:

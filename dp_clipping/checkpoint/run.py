@@ -126,9 +126,6 @@ class Snapshot:
     weights: str = "all"
 
 
-# ---- agreement -----------------------------------------------------------------------------------
-
-
 def agree(
     run: PrivateRun, what: str, problem: BaseException | None, content: Any = None,
     kind: type[Exception] = RuntimeError,

@@ -26,9 +26,6 @@ def is_sharded(run: PrivateRun) -> bool:
     return any(dtensor.is_sharded(x) for x in run.model.network.state_dict(keep_vars=True).values())
 
 
-# ---- out of a run --------------------------------------------------------------------------------
-
-
 def names_of(run: PrivateRun) -> dict[nn.Parameter, str]:
     """Returns the names of the parameters in shards, as the optimizer holds them."""
     network = run.model.network
@@ -107,9 +104,6 @@ def check_part(run: PrivateRun, name: str, x: Tensor) -> None:
             f"{name} {list(x.shape)} is cut unevenly by several axes of the mesh, and torch "
             f"{torch.__version__} would take its parts for others: choose sizes that divide"
         )
-
-
-# ---- into a run ----------------------------------------------------------------------------------
 
 
 def with_tensors(saved: State, tensors: Mapping[str, Tensor]) -> State:

@@ -141,9 +141,6 @@ class ReshardOnExit:
             _free(self._units[module])
 
 
-# ---- where shards lie ----------------------------------------------------------------------------
-
-
 def flat_sharding_of(module: nn.Module) -> FlatSharding:
     """Returns the sharding of a module that contains FSDP1's.
 

@@ -106,8 +106,6 @@ class NormReducer:
                 "DistributedSampler are those of the data axis), with the same dropout on all"
             )
 
-    # ---- what clipping needs: over the tensor axis ----------------------------------------------
-
     def reduce(self, table: Tensor) -> "PendingReduce":
         """Launches the sum of tables [n, K, B] over the tensor axis, B the local batch.
 
@@ -120,8 +118,6 @@ class NormReducer:
     def layerwise(self, order: Sequence[Hashable], table: Any, **every: int) -> "Layerwise":
         """Returns the partial sums of one backward: see `Layerwise`."""
         return Layerwise(self, order, table, **every)
-
-    # ---- the global view: over all ranks --------------------------------------------------------
 
     def gather(self, squares: Tensor) -> "PendingReduce":
         """Launches an exchange of squared norms [K, B] for those of the global batch, [K, G].

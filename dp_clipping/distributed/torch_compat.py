@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ComposableReplica"]  # DDP as hooks on a module; FSDP2's replicas are of another class
 
-# ---- DDP, process groups and DTensor -------------------------------------------------------------
 
 active_wrapper: Callable[[], nn.Module | None]
 active_wrapper = partial(getattr, nn.parallel.DistributedDataParallel, "_active_ddp_module")
@@ -71,8 +70,6 @@ def with_layout(part: Tensor, layout: Any) -> DTensor:
 
     return DTensor(part, layout, requires_grad=False)
 
-
-# ---- FSDP1 ---------------------------------------------------------------------------------------
 
 USE_FSDP2 = "shard it with torch.distributed.fsdp.fully_shard (FSDP2) instead"
 

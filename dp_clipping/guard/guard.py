@@ -365,8 +365,6 @@ class LayoutDiscovery:
             if self._unsettled == TOLD_AT:
                 warnings.warn(ALIKE, stacklevel=2)
 
-    # ---- state from batch to batch -----------------------------------------------------------
-
     def _forward_and_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns outputs of a plain step and, unless ranks compute them together, gradients."""
         with plain_run(self._capture, args, kwargs, keeps_state=True) as outputs:

@@ -265,9 +265,6 @@ def refusals_of(
     ]  # fmt: skip
 
 
-# ---- adapters ------------------------------------------------------------------------------------
-
-
 def adapters_of(model: Any) -> dict[str, nn.Parameter]:
     """Returns the trainable parameters of a model with PEFT adapters; of another one, none."""
     own = model.named_parameters() if hasattr(model, "peft_config") else ()

@@ -146,8 +146,6 @@ class PrivateTrainer(Trainer):
             "best one is not covered by epsilon: choose settings on public data"
         )
 
-    # ---- batches --------------------------------------------------------------------------------
-
     def get_train_dataloader(self) -> DataLoader:
         """Returns a plain loader: its batches are replaced by Poisson batches of the same size."""
         args = self.args
@@ -177,8 +175,6 @@ class PrivateTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
         """Returns None: a sample's loss does not depend on the others' tokens."""
-
-    # ---- the private run ------------------------------------------------------------------------
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
@@ -280,8 +276,6 @@ class PrivateTrainer(Trainer):
         self.state.epoch = epoch + done / self._steps_of_epoch
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    # ---- a step ---------------------------------------------------------------------------------
-
     def training_step(
         self, model: nn.Module, inputs: Microbatches, num_items_in_batch: Any = None
     ) -> Tensor:
@@ -341,8 +335,6 @@ class PrivateTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Does nothing: microbatches are counted where they run."""
-
-    # ---- logs and checkpoints -------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs ε beside training's metrics, and removes metrics that ε does not cover."""

@@ -51,9 +51,6 @@ def _first_call(self: torch.nn.Module, handle: LayerState, x: Tensor) -> Tensor:
 forward = forward_of("linear", _first_call)
 
 
-# ---- in compiled regions ------------------------------------------------------------------------
-
-
 @torch.library.custom_op(
     "dp_clipping::gradient_and_squares",
     mutates_args=(),

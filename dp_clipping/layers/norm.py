@@ -158,8 +158,6 @@ def norm_operands(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
 
 
-# ---- over channels -------------------------------------------------------------------------------
-
 OF_CHANNELS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 

@@ -119,8 +119,6 @@ class PrivateLoss(Tensor):
         self.model, self._private_step = model, private_step
         self._losses, self.loss_reduction = losses, reduction
 
-    # ---- functions of torch ---------------------------------------------------------------------
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -167,8 +165,6 @@ class PrivateLoss(Tensor):
         views = 1 if self._private_step is None else self.model.views
         samples = self.loss_per_sample.numel() // views
         return f"PrivateLoss({self.item():.4f}, {self.loss_reduction} of {samples} samples)"
-
-    # ---- as of a tensor with a gradient ---------------------------------------------------------
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -253,8 +249,6 @@ class PrivateLoss(Tensor):
         losses = self.loss_per_sample.detach()
         is_sum = self.loss_reduction == "sum" or losses.numel() == 0
         return losses.sum() / views if is_sum else losses.mean()
-
-    # ---- what functions of torch make of it -----------------------------------------------------
 
     def _called(self, function: Any, name: str, args: tuple, kwargs: dict) -> Any:
         """Returns what a function that is not linear makes of this loss, its first argument."""

@@ -118,8 +118,6 @@ class Profile:
         self._unread: deque[tuple[list[_Span], list[dict[str, Tensor]]]] = deque()
         self._steps: list[dict[str, Any]] = []
 
-    # ---- what a step calls ----------------------------------------------------------------------
-
     def range(self, name: str, is_labelled: bool = True) -> AbstractContextManager:
         """Returns a context whose time is taken, and which has a label in a profiler's trace."""
         if not self.is_on or (self.alone and name in TRAVEL):
@@ -158,8 +156,6 @@ class Profile:
     def abandon(self) -> None:
         """Drops the step that is under way: it has failed, or its sums are dropped."""
         self._spans, self._inner, self._norms = [], [], []
-
-    # ---- what a user calls ----------------------------------------------------------------------
 
     def steps(self) -> list[dict[str, Any]]:
         """Returns finished steps as plain data for JSON.
@@ -235,8 +231,6 @@ class Profile:
                     f"maximum {_number(one['max'])}"
                 )
         return lines
-
-    # ---- from marks to milliseconds -------------------------------------------------------------
 
     def _read(self, spans: list[_Span], norms: list[dict], with_norms: bool) -> None:
         ranges: dict[str, dict[str, float]] = {}
@@ -352,9 +346,6 @@ class _Events:
 
     def release(self, marks: Sequence[torch.cuda.Event]) -> None:
         self._free += marks
-
-
-# ---- text ----------------------------------------------------------------------------------------
 
 
 def _of_norms(squares: Tensor) -> dict[str, Any]:

@@ -81,8 +81,6 @@ class GradientBuffer:
             self.wrapper.gradients_come_by_hand = False
             vars(self.wrapper).pop("finish_gradient_synchronization", None)
 
-    # ---- a backward -----------------------------------------------------------------------------
-
     def begin_backward(self) -> None:
         """Checks that a backward may add its sums.
 
@@ -141,8 +139,6 @@ class GradientBuffer:
         self.watch.note()
         if self.context.sums is not None:
             self.context.sums.stand_in()
-
-    # ---- the step -------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Waits for the sums of all ranks; sends those that `no_sync` held back.

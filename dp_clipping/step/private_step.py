@@ -156,8 +156,6 @@ class PrivateStep:
         self._slots.clear()
         self._joins.clear()
 
-    # ---- called by layers in forward ------------------------------------------------------------
-
     @property
     def without_loss(self) -> Tensor | None:
         """Returns which rows have no loss, bool; None if `real` determines it."""
@@ -185,8 +183,6 @@ class PrivateStep:
                 self._joins[joint] = Join.apply((self, joint), *triggers)
         return self._joins[joint]
 
-    # ---- called by layers in backward -----------------------------------------------------------
-
     def take(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
@@ -206,8 +202,6 @@ class PrivateStep:
             used: how many of them it has used.
         """
         self.work.counts.append((weights, count, used))
-
-    # ---- the step -------------------------------------------------------------------------------
 
     def backward(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> BatchNorms:
         """Forms the clipped sums of a batch.

@@ -136,8 +136,6 @@ class StepState:
                 raise
             self.refusal = self.refusal or str(error)
 
-    # ---- parts of a Poisson batch, as `signal_skip_step` announces them -------------------------
-
     def signal_part(self, do_skip: bool) -> None:
         """Records whether the next part is not the last one (`do_skip`)."""
         self.skips_next = self.accumulating = do_skip
@@ -150,8 +148,6 @@ class StepState:
     def end_parts(self) -> None:
         """Records that no further part comes."""
         self.accumulating = self.skips_next = self.keeps_sums = False
-
-    # ---- transitions ----------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self.is_idle = phase, phase is Phase.IDLE

@@ -30,9 +30,6 @@ def config_of(cell, settings):
     return cell.row(settings, 2, "cpu")["config"]
 
 
-# ---- what is measured ---------------------------------------------------------------------------
-
-
 def test_names_and_defaults():
     assert CLIPPING_NAMES[:2] == ("per_sample", "ghost")
     assert {name.partition(":")[0] for name in CLIPPING_NAMES if ":" in name} == {*FUSED_MODES}
@@ -131,8 +128,6 @@ def test_a_dry_run_tells_modes_and_settings(capsys, tmp_path, mode):
     cells = (len(IMPLEMENTATIONS) - len(public)) * len(BOTH[1:]) * (1 + 5)
     assert (f"{cells} cells" in out) != bool(mode)
 
-
-# ---- the table ----------------------------------------------------------------------------------
 
 STEPS = {  # in table order
     Subject("none"): 100.0,
@@ -242,9 +237,6 @@ def test_a_plan_is_printed_once_however_many_have_it(tmp_path, pictures):
 def test_without_kernels_no_plan_is_said(tmp_path, pictures):
     line = ["--implementations", "none", "--clipping", "flash", "--show-plan"]
     assert "\nno plan: " in report(settings_for(*line, folder=tmp_path), 2, "cpu")[0]
-
-
-# ---- two ranks ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

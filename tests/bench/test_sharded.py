@@ -27,9 +27,6 @@ def settings_for(*arguments, folder="folder"):
     return settings_from(parse([str(a) for a in arguments]), "cpu", folder)
 
 
-# ---- what is measured ---------------------------------------------------------------------------
-
-
 def test_the_names_are_those_of_the_libraries():
     assert {layout.wrap for layout in SHARDED.values()} - {None} <= set(parallel.WRAPS)
     assert Subject("fsdp2_tp", "flash:width").file_stem == "fsdp2_tp_flash_width"
@@ -115,9 +112,6 @@ def test_a_dry_run_tells_the_mesh(capsys, tmp_path):
     assert "\nfsdp2: " not in out
 
 
-# ---- the table ----------------------------------------------------------------------------------
-
-
 def test_tokens_count_data_ranks_and_a_step_of_split_models_is_compared_with_its_own(
     tmp_path, monkeypatch
 ):
@@ -145,9 +139,6 @@ def test_tokens_count_data_ranks_and_a_step_of_split_models_is_compared_with_its
         assert table[name, "bookkeeping"][7:9] == ["–", "2.000"]
     assert "\ntp, fsdp2_tp  ranks of the tensor axis share a batch" in text
     assert "norms reduced async" in text
-
-
-# ---- two ranks, and four ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

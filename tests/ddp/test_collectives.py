@@ -68,9 +68,6 @@ def several_buckets(name: str) -> dict:
     return small_buckets(name, 2.5 * 4 * WIDTH * WIDTH / (1 << 20))
 
 
-# ---- what each variant does --------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_ddp_reduces_each_gradient_after_backward(context: Context) -> None:
     with steps_of(context, "ddp") as steps:

@@ -208,9 +208,6 @@ def test_a_parameter_that_is_frozen_later_stays(context: Context) -> None:
     assert torch.equal(model.module[4].weight, before)
 
 
-# ---- state -------------------------------------------------------------------------------------
-
-
 def saved(context: Context, make: Callable, steps: int) -> tuple[dict, dict]:
     model, optimizer = wrapped(context, make)
     train(context, model, optimizer, range(1, steps + 1))
@@ -273,9 +270,6 @@ def test_states_of_plain_optimizers(context: Context) -> None:
     wrong["diloco"]["momentum"][1] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"another network: it has \[3\] for 0\.bias \[7\]"):
         optimizer.load_state_dict(wrong)
-
-
-# ---- what is refused ---------------------------------------------------------------------------
 
 
 @on_ranks(3)

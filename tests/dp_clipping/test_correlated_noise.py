@@ -26,9 +26,6 @@ def build(**changes):
     return saved_runs.build(**samplings.CORRELATED | changes)
 
 
-# ---- noise ---------------------------------------------------------------------------------------
-
-
 def released(
     steps: int, run, key: bytes, name: str = "weight", rest: float | None = None
 ) -> torch.Tensor:
@@ -101,8 +98,6 @@ def test_units_are_protected_as_a_whole(ids):
     assert samplings.epsilon(run) == run.engine._mechanism.epsilon([[(0.8, 1 / batches, 3)]], DELTA)
 
 
-# ---- the account ---------------------------------------------------------------------------------
-
 # bands, batches of an epoch, σ, [steps], ε at δ = 1e-5, with jax_privacy 2.0.0 and dp-accounting
 # 0.6.0, s as in noise/test_correlated: dp_accounting.get_epsilon_gaussian(σ / s, 1e-5)
 REFERENCE = [
@@ -128,9 +123,6 @@ def test_the_statement_says_what_it_is():
     independent = samplings.build("cyclic")
     train(independent, EPOCH + 1)
     assert statement.epsilon > independent.engine.get_epsilon(DELTA)  # noise adds up to less
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,6 @@ def test_outputs_of_the_plain_network_are_refused_with_what_works(run):
         run.criterion(run.model.network(x), y)
 
 
-# ---- what is the same for every batch ------------------------------------------------------------
-
-
 def weighted(outputs, targets, weight):
     return nn.functional.cross_entropy(outputs, targets, weight, reduction="none")
 

@@ -253,9 +253,6 @@ def test_dropout_is_another_in_each_replay():
     assert not torch.equal(seen[-1], seen[-2])
 
 
-# ---- without a GPU -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_nothing_is_collected_in_a_capture(collects, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())

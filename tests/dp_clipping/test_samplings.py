@@ -76,9 +76,6 @@ def epsilon(run):
     return run.engine.get_epsilon(DELTA)
 
 
-# ---- the account ---------------------------------------------------------------------------------
-
-
 def test_cyclic_steps_cost_a_unit_once_in_an_epoch():
     run = build("cyclic", noise_multiplier=2.0)
     spent = []
@@ -150,9 +147,6 @@ def test_steps_are_a_public_number_of_batches(name):
         assert sum(len(x) for x, _ in batches) == samples
 
 
-# ---- in order ------------------------------------------------------------------------------------
-
-
 @every_order
 def test_a_batch_that_no_step_used_comes_again(name):
     """Left early or looked at in evaluation, a batch is not in the account and not lost."""
@@ -203,9 +197,6 @@ def test_another_batch_is_refused(name):
     assert run.engine.get_epsilon(DELTA) == 0
 
 
-# ---- settings that change ------------------------------------------------------------------------
-
-
 @every_sampling_with_epsilon
 def test_noise_and_thresholds_may_change(name):
     """The account has σ of each step; C is in the noise."""
@@ -217,9 +208,6 @@ def test_noise_and_thresholds_may_change(name):
     mechanism = run.engine._mechanism
     assert epsilon(run) == mechanism.epsilon([[(0.8, 1 / 6, 4), (1.6, 1 / 6, 4)]], DELTA)
     assert run.engine.privacy_statement(DELTA).noise_multiplier == [0.8, 1.6]
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "steps"), in_turn(SAMPLINGS, (2, EPOCH, EPOCH + 1), 1))
@@ -263,9 +251,6 @@ def test_a_checkpoint_of_another_sampling_is_refused(name, path):
         load(build(name), path)
 
 
-# ---- one account ---------------------------------------------------------------------------------
-
-
 @every_run_with_epsilon
 def test_two_runs_of_one_engine_add_up(name):
     run = build(name)
@@ -303,9 +288,6 @@ def test_an_engine_counts_one_sampling(name):
     engine.accountant = poisson.engine.accountant
     with pytest.raises(ValueError, match=f"{name}.* accounted for 'gaussian'"):
         build(name, engine=engine)
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_checkpoint_with_another_cap_or_other_data_is_refused(path):

@@ -55,9 +55,6 @@ class Energy(nn.Module):
         return self.run(self, x)
 
 
-# ---- other ways to the same derivative ---------------------------------------------------------
-
-
 def by_jacobian(net, x):
     slope = torch.autograd.functional.jacobian(net.total, x, create_graph=True)
     return torch.cat([net.energy(x), -slope], 1)
@@ -76,9 +73,6 @@ def slope(net, x):
     z = x.detach().requires_grad_(True)
     with torch.enable_grad():
         return torch.autograd.grad(net.total(z), z)[0]
-
-
-# ---- other layers ------------------------------------------------------------------------------
 
 
 def tied() -> nn.Module:
@@ -169,9 +163,6 @@ NETWORKS = {
 }  # fmt: skip
 
 
-# ---- steps -------------------------------------------------------------------------------------
-
-
 def data(size=8):
     draw = torch.Generator().manual_seed(1)
     return torch.randn(size, WIDTH, generator=draw), torch.randn(size, 1 + WIDTH, generator=draw)
@@ -212,9 +203,6 @@ def test_a_network_that_differentiates_in_its_forward(name, mode):
     network = build(NETWORKS[name])
     expected = expected_of(network)
     assert_close(sums_of(network, mode), expected, 1e-4)
-
-
-# ---- what is refused ---------------------------------------------------------------------------
 
 
 def by_vmap(network, x):

@@ -63,9 +63,6 @@ def test_each_module_is_found_once():
     assert set(found) == set(network.modules())
 
 
-# ---- tensors and operators -----------------------------------------------------------------------
-
-
 class Modes(TorchFunctionMode):
     """Notes the functions of PyTorch that are called in it."""
 
@@ -103,9 +100,6 @@ def test_gradients_by_the_engine_and_without_it():
     assert x.grad is None
 
 
-# ---- compilation and profiling -------------------------------------------------------------------
-
-
 def test_graphs_break_at_a_function():
     alone = torch_compat.never_compiled(lambda: torch.compiler.is_compiling())
     compiled = torch.compile(lambda: (torch.compiler.is_compiling(), alone()), backend="eager")
@@ -125,9 +119,6 @@ def test_whether_a_profiler_records():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch_compat.is_profiling() is True
     assert torch_compat.is_profiling() is False
-
-
-# ---- process groups, DTensor and FSDP1 -----------------------------------------------------------
 
 
 def test_grouped_collectives_are_there():

@@ -29,7 +29,6 @@ optimizer.register_step_pre_hook(give_gradients)
 return optimizer"""
 
 MISTAKES = {
-    # ---- average
     "AverageNoBuffers": (
         "average", "Every rank begins with rank 0's buffers", "broadcast module.buffers()",
         "[*self.module.parameters(), *self.module.buffers()]", "self.module.parameters()",
@@ -51,7 +50,6 @@ MISTAKES = {
         "average", "Every rank begins with rank 0's param", "not matched on rank 0: call 1",
         "dist.broadcast(tensor, src=0)", "dist.get_rank() == 0 or dist.broadcast(tensor, src=0)",
     ),
-    # ---- hooks
     "HooksParameter": (  # the hook's argument is taken for the gradient
         "hooks", "After finish every gradient", "itself was reduced, and not its .grad",
         REDUCE, "dist.all_reduce(parameter.div_(dist.get_world_size()), async_op=True)",
@@ -87,7 +85,6 @@ MISTAKES = {
         REDUCE, "dist.all_reduce(parameter, async_op=True)",
         WAIT_AND_DIVIDE, "handle.wait()",
     ),
-    # ---- measure
     "measure_lengths": (  # an instant that two intervals cover counts twice
         "measure", "An instant that two intervals", "computation is 15 and should be 10",
         "times[\"computation\"] += busy * length",
@@ -109,7 +106,6 @@ MISTAKES = {
         "measure", "What lies outside the window", "computation is 18 and should be 6",
         "{*window, *(e for e in inside if window[0] < e < window[1])}", "{*window, *inside}",
     ),
-    # ---- plan
     "plan_forward_order": (
         "plan", "Gradients stand in their order of arrival", "bucket [0, 1, 2]",
         "last = [order[-1]]", "order = sorted(order)\nlast = [order[-1]]",
@@ -131,7 +127,6 @@ MISTAKES = {
         "plan", "Buckets are filled", "10 buckets of float32",
         "last = [order[-1]]", "return [[i] for i in order]",
     ),
-    # ---- order
     "OrderOfReadiness": (  # what is ready is started: the usual hand-built version
         "order", "When each rank takes them in its own order", "no error was raised",
         "while len(self.handles) < len(self.order) and self.next() in self.ready:\n"
@@ -155,7 +150,6 @@ MISTAKES = {
         "order", "Two more steps", "raised TypeError",
         "self.ready = set()", "self.ready = getattr(self, 'ready', set())",
     ),
-    # ---- no_sync
     "NoSyncWithoutFinally": (
         "no_sync", "After an exception inside no_sync", "restore it in a `finally`",
         "try:\n    yield\nfinally:\n    self.synchronizing = before",
@@ -175,7 +169,6 @@ MISTAKES = {
         "for handle, parameter in self.handles:\n    handle.wait()\n"
         f"for parameter in self.module.parameters():\n    {DIVIDE}",
     ),
-    # ---- unused
     "UnusedZerosForAll": (
         "unused", "What no rank used keeps .grad None", "AdamW would decay it",
         "if used_by_any:", "if True:",
@@ -191,7 +184,6 @@ MISTAKES = {
         "dist.all_reduce(used, op=dist.ReduceOp.MAX)", "",
         "if used_by_any:", "if parameter.grad is not None:",
     ),
-    # ---- ring
     "ring_all_send_first": (
         "ring", "Twelve numbers", "a send was not matched on rank 1",
         "sending = dist.isend(", "dist.send(",
@@ -215,7 +207,6 @@ MISTAKES = {
         "    tensor += passing\n"
         "return",
     ),
-    # ---- flat
     "FlatCopiedBack": (  # right, and two more passes
         "flat", "After finish every .grad is a view", "lies outside of the flat tensors",
         "if parameter.grad.data_ptr() != view.data_ptr():\n"
@@ -256,7 +247,6 @@ MISTAKES = {
         "flat", "The bucket that starts last", "nothing to hide behind",
         "tail=capacity // 4", "tail=capacity",
     ),
-    # ---- predict
     "predict_bytes_per_rank_count": (
         "predict", "Without latency, an all-reduce sends",
         "each rank sends 2 chunks of 1/2 of the bytes",
@@ -279,7 +269,6 @@ MISTAKES = {
         "predict", "A variant pays until", "step_on(1) / step_on(W)",
         "break", "continue",
     ),
-    # ---- zero1
     "StateNoGather": (
         "zero1", "After a step every rank", "gather the parameters after the step",
         "optimizer.register_step_post_hook(lambda *_: self.gather(self.flat, self.own))", "",
@@ -342,7 +331,6 @@ MISTAKES = {
         "self.slice_of(self.flatten([value])).clone()",
         "self.flatten([value])[: self.own.numel()].clone()",
     ),
-    # ---- zero2
     "GradientsAllReduced": (
         "zero2", "Each bucket is reduce-scattered once", "sends half of an all-reduce",
         "own = torch.empty_like(unit.own)\n"
@@ -403,7 +391,6 @@ MISTAKES = {
         "        self.waiting.remove(unit)\n"
         "        self.start(unit)",
     ),
-    # ---- fsdp
     "ShardedReplaced": (  # each gather has a new buffer; hiding the parameters frees nothing
         "fsdp", "In forward at most two blocks", "autograd has saved views of it",
         "if self.values.untyped_storage().size() == 0:\n"
@@ -521,7 +508,6 @@ MISTAKES = {
         "self.gather(k, k - 1)",
         "for block in self.blocks[max(0, k - 1) : k + 1][::-1]:\n    block.start()",
     ),
-    # ---- diloco
     "LocalUphill": (  # the pseudo-gradient has the wrong sign
         "diloco", "Step number `every` ends where", "every rank has moved uphill",
         "delta = start - parameter", "delta = parameter - start",

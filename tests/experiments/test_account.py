@@ -41,9 +41,6 @@ PRODUCTS = Ceilings({HALF: 1e3, TF32: 1e3, SINGLE: 1e3}, 1e30)  # an operation t
 CHECKS = {"_signed_sums_kernel"}  # are in no step that is measured
 
 
-# ---- floors --------------------------------------------------------------------------------------
-
-
 def of(layer: nn.Module, x: torch.Tensor, ceilings: Ceilings, **algorithms: str):
     return floors_of(layer.to(x.dtype), (x,), len(x), algorithms, ceilings)[0]
 
@@ -184,9 +181,6 @@ def test_ceilings_are_measured():
     assert "TFLOP/s" in str(found)
 
 
-# ---- kernels -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
@@ -253,9 +247,6 @@ def test_the_plan_says_the_algorithm():
     assert account.algorithms_of(model) == {"layer.weight": GRAM}
     model.step_context.plans.last = None
     assert account.algorithms_of(model) == {}
-
-
-# ---- the program ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

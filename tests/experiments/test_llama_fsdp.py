@@ -60,9 +60,6 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-# ---- real cells ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
     """A grid of one cell on two processes: its arguments, its folder, its status."""
@@ -205,9 +202,6 @@ def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
     assert all(len(cell.good_rounds) == 2 for cell in results)
 
 
-# ---- the grid, with cells that are not run -------------------------------------------------------
-
-
 def options_of(folder: Path, *arguments: str):
     return parse([*TINY, "--output-dir", str(folder), *arguments])
 
@@ -274,9 +268,6 @@ def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
     assert SECRET not in path.read_text()
     assert "Bearer *** was refused" in path.read_text()
     assert not any(SECRET in word for word in cell_arguments(GridCell("no_dp", 8), options, path))
-
-
-# ---- what is made of results ---------------------------------------------------------------------
 
 
 def results_like(ratios: dict[str, float | str], lengths=(1024, 2048), rounds=2) -> list[dict]:
@@ -441,9 +432,6 @@ def test_dry_run_lists_what_is_left(grid, capsys):
         f"  {GridCell('flash_bookkeeping_fsdp', 24).label}"
     ]
     assert {path: path.read_bytes() for path in files_below(folder)} == before
-
-
-# ---- profiling -----------------------------------------------------------------------------------
 
 
 def test_profiled_results_are_not_mixed_with_others():

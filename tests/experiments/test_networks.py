@@ -178,8 +178,6 @@ def test_bounds_on_a_gpu():
     assert found["launches"] > 50
 
 
-# ---- steps as CUDA graphs ------------------------------------------------------------------------
-
 GRAPHED = ("ordinary", "flash_bookkeeping")
 
 

@@ -230,8 +230,6 @@ def test_the_chosen_training_has_whole_numbers_and_exact_noise(quick):
     assert found.loss == TRUE.loss(1e4, 200, found.sigma / 500)
 
 
-# ---- the command --------------------------------------------------------------------------------
-
 PLAN = ["--examples", "1e8", "--compute", "1e21"]
 
 

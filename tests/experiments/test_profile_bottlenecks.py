@@ -52,9 +52,6 @@ def row_of(context: Context, mode: str, length: int, settings: GridSettings) -> 
         os.environ.pop(SWITCH, None)
 
 
-# ---- slow on purpose -----------------------------------------------------------------------------
-
-
 def measure_with(context: Context, sleep_s: float) -> dict:
     """Collectives take as long as what is between them, or longer, however busy the machine is."""
     real, ended = sharded_sums.reduce_scatter_together, [time.monotonic()]
@@ -186,9 +183,6 @@ def test_norm_algorithm_forced_to_the_wrong_extreme(tmp_path, monkeypatch):
     assert "collectives" not in row["phases_ms"]  # one process
 
 
-# ---- a GPU's rows, made up -----------------------------------------------------------------------
-
-
 def on_gpu(row: dict, **trace: float) -> dict:
     """As if measured on one GPU, 100 ms per step."""
     phases = {
@@ -234,9 +228,6 @@ def test_a_gpu_whose_transfers_are_exposed_or_whose_norms_are_plain(slow_row):
     assert first.gain_ms == pytest.approx(81.0 - 20.0)
     assert first.gain == "; predicted gain 61.0 ms per step"
     assert "a and 1 more in one launch" in first.evidence
-
-
-# ---- exponents -----------------------------------------------------------------------------------
 
 
 def test_exponent_of_a_power():
@@ -293,9 +284,6 @@ def test_every_phase_is_fitted_and_written(slow_row):
     assert "Slowest norms at 64 tokens" in text
 
 
-# ---- the picture ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changed", [{}, {"mode": "flash_fsdp", "ran_as": "ghost_fsdp", "peak_memory_mb": 530.0}]
 )
@@ -327,9 +315,6 @@ def test_memory_begins_at_nothing_and_has_several_ticks(slow_row, limit):
     ticks = [tick for tick in axes.get_yticks() if tick <= high]
     assert ticks[0] == 0
     assert len(ticks) > 2
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def fake_start(row: dict, oom_at: int):

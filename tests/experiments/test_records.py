@@ -55,9 +55,6 @@ def fashion(tmp_path):
     return tmp_path
 
 
-# ---- data ----------------------------------------------------------------------------------------
-
-
 def test_idx_files_are_read_packed_or_not(fashion):
     images = open_images("fashion-mnist", fashion)
     assert images.train.shape == (64, 1, 28, 28)
@@ -134,9 +131,6 @@ def test_pairs_of_texts_are_read(tmp_path):
     (tmp_path / "dev.tsv").write_text("text\tlabel\n")
     with pytest.raises(ValueError, match="lacks sentence or label"):
         open_pairs("sst2", tmp_path)
-
-
-# ---- features ------------------------------------------------------------------------------------
 
 
 def kernel_of(side: int, width: float, slant: float, theta: float, frequency: float) -> np.ndarray:
@@ -223,9 +217,6 @@ def test_pretraining_changes_all_but_the_last_layer():
     pretrain(network, steps=1)
     changed = [not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)]
     assert changed == [True] * (len(before) - 2) + [False] * 2
-
-
-# ---- rows ----------------------------------------------------------------------------------------
 
 
 def test_every_row_has_a_network_and_a_name_of_its_own():

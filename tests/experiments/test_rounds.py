@@ -85,9 +85,6 @@ def test_the_file_is_read_as_other_results_are(tmp_path, capsys):
     assert (lost.status, lost.reason) == ("error", "KeyError: 'lost'")
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
 def cell(row: str, variant: str, ms: float, peak: float, number: int = 0) -> dict:
     names = {"row": row, "variant": variant, "round": number, "status": "ok"}
     return names | costs(ms, peak)

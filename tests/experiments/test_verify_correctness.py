@@ -73,9 +73,6 @@ def rows_of(text: str) -> list[str]:
     return [line for line in lines if line.split()[1] in ("flat", "per_layer")]
 
 
-# ---- one process ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("networks", "modes"),
     [
@@ -139,9 +136,6 @@ def test_profiling_shows_the_phases_of_each_mode(capsys, monkeypatch):
     assert float(found["ghost", "flat"][second]) > 0
 
 
-# ---- wrong products ------------------------------------------------------------------------------
-
-
 def scaled(factor: float) -> Callable:
     return lambda right: lambda *arguments: right(*arguments) * factor
 
@@ -194,9 +188,6 @@ def test_one_wrong_mode_does_not_hide_behind_the_others(capsys, monkeypatch):
     assert [row.split()[0] for row in rows_of(text) if "FAIL: " in row] == ["ghost", "ghost"]
     assert "FAIL transformer, ghost, flat: RuntimeError: no second pass" in text
     assert "2 of 4 cases agree" in text
-
-
-# ---- several ranks -------------------------------------------------------------------------------
 
 
 BREAKS = {  # what is replaced on a rank, by what, where, and what is said
@@ -422,9 +413,6 @@ def test_fused_kernels_in_the_interpreter():
     assert "ran as" not in found.stdout
 
 
-# ---- options and plan ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -495,9 +483,6 @@ def test_where_kernels_run_every_norm_algorithm_is_a_case(monkeypatch):
     assert {c.norm_algorithm for c in cases if c.mode == "ghost"} == {None}
     found = {c.how for c in cases if c.mode == "flash"}
     assert found == {"flash", "flash:input_length", "flash:width"}
-
-
-# ---- figures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "count"), [(5, 1), (5, 2), (5, 3), (6, 4), (10, 8)])

@@ -97,9 +97,6 @@ def is_running(number: int) -> bool:
         return False
 
 
-# ---- the watch: ranks are threads of this process that share a store ---------------------------
-
-
 class Ended(BaseException):
     """In place of the end of the process."""
 

@@ -110,9 +110,6 @@ def test_a_network_from_the_meta_device_is_that_of_one_process(cpu_ranks, axes):
     cpu_ranks.run(2 * len(axes), from_meta, axes)
 
 
-# ---- Hugging Face -------------------------------------------------------------------------------
-
-
 needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")
 
 
@@ -181,9 +178,6 @@ def materialize_on_cpu(network: nn.Module, reset) -> None:
 @needs_transformers
 def test_llama_from_the_meta_device(cpu_ranks, axes):
     cpu_ranks.run(2 * len(axes), llama_from_meta, axes)
-
-
-# ---- refusals -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -109,9 +109,6 @@ class Drawn:
         return "\n".join(lines)
 
 
-# --- Drawing, by cosmic-ray
-
-
 def files() -> list[str]:
     found = [f for room in ROOMS for f in sorted((ROOT / room).rglob("*.py"))]
     names = [f.relative_to(ROOT).as_posix() for f in found]
@@ -197,9 +194,6 @@ def difference(name: str, operator: str, source: str, mutated: str) -> Drawn:
     earlier = sum(function_at(source, n + 1) == function for n in alike)
     after = tuple(new[new_begin:new_end])
     return Drawn(name, begin, short, tuple(before), after, function, earlier)
-
-
-# --- Running
 
 
 def tests_of(file: str) -> tuple[list[str], list[str]]:
@@ -511,9 +505,6 @@ def in_turn(
                     f"{line['end']:9} {line['seconds']:6} {line['key']}  {line['test']}", flush=True
                 )
         time.sleep(0.02)
-
-
-# --- The score
 
 
 def read(results: Path) -> list[dict]:

@@ -74,7 +74,6 @@ BATCH_DIMENSION = "tests/dp_clipping/contract/test_layouts.py"
 POST_TRAINING = "tests/dp_clipping/integrations/test_trl.py"
 
 ROWS = [
-    # ---- second derivatives
     ("a gradient of layers may be differentiated again", "layers/tensor_parallel.py",
      "raise RuntimeError(DIFFERENTIATED_AGAIN)", "return settled(gy)", DERIVATIVES, "loop"),
     ("layers that a forward differentiates keep their arithmetic", "capture/layout_search.py",
@@ -85,7 +84,6 @@ ROWS = [
      "in_its_forward"),
     ("a backward in a forward leaves what it likes", "step/private_step.py",
      'raise RuntimeError(f"{name}: {IN_FORWARD}")', "return", DERIVATIVES, "later or loop"),
-    # ---- layers that get a dimension for the samples
     ("results with expanded layers are not compared", "capture/checks/expansion.py",
      "return not any(differ(pairs, torch.ones(FEW, dtype=torch.bool)))", "return True", EXPANSION,
      "bookkeeping and normalize"),
@@ -100,12 +98,10 @@ ROWS = [
      "16_bits"),
     ("hooks of the search stay on parameters", "capture/layout_search.py",
      "hooks.callback(hook.remove)", "pass", EXPANSION, "returns_its_parameter"),
-    # ---- rows that are picked or sorted by values
     ("layers get moved rows", "capture/layout_search.py", "if few.has_moved:", "if False:", LAYOUTS,
      "by_chance"),
     ("parameters of a module meet moved rows", "layers/vmap/whole_batch.py",
      "if one.has_moved:", "if False:", LAYOUTS, "by_chance"),
-    # ---- arguments without a row for each sample
     ("the largest argument has the samples", "capture/samples/batch.py",
      "expected if expected in found else max(found)", "max(found)", BATCH_DIMENSION, "more_rows"),
     ("runs on other samples take a table for rows", "capture/samples/batch.py",
@@ -113,7 +109,6 @@ ROWS = [
     ("rows that several samples have together pass", "guard/guard.py",
      "None if batch.bags else self.constants.changed(batch)", "None", BATCH_DIMENSION,
      "that_change"),
-    # ---- what a backward keeps
     ("kept gradients are not compared before sums", "step/sums/work.py",
      "[((r,), tensors, v) for r, (_, tensors, v) in zip(records, summands, strict=True)]", "[]",
      KEPT, "its_norm"),
@@ -133,7 +128,6 @@ ROWS = [
     ("a second backward may bring anything", "capture/checks/kept.py",
      "if first is not found and self._is_other(*first, found[1]):", "if False:", KEPT,
      "counts_its_calls"),
-    # ---- what waits
     ("all that backward has freed may wait", "step/sums/work.py",
      "self.pending + free // 2", "self.pending + free", WORK, "freed"),
     ("ranks meet when a module is half there", "step/sums/sync_points.py",
@@ -144,7 +138,6 @@ ROWS = [
      "            for record in list(self.table.known):\n", WORK, "layerwise"),
     ("what is kept for its sum is normed early", "step/sums/work.py",
      "self.waiting = [left for left in waiting if self._stays(left)]", "pass", WORK, "any_case"),
-    # ---- a first step of noise alone
     ("a first step of noise alone counts", "optimizer.py",
      "if samples and not finite:", "if False:", OPTIMIZER),
     ("a step of noise alone is looked for in each step", "optimizer.py",
@@ -159,7 +152,6 @@ ROWS = [
      " REFUSAL: state.refusal,\n", "\n", LENGTHS, "all_ranks"),
     ("ranks look at their own samples alone", "distributed/agreement.py",
      "dist.all_reduce(total, group=self._group)", "pass", AGREEMENT, "noise_alone and True-one"),
-    # ---- modules around layers
     ("G beside copies is not compared", "capture/vmap_trial.py",
      "if not (is_same and _are_close(gradients, each)):", "if False:", VMAP_TRIAL,
      "place_of_samples"),
@@ -194,7 +186,6 @@ ROWS = [
      'mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)',
      'mask = laid_beside(kwargs["attn_mask"].copies, args[0].dim(), 0)[:1]', RELATIVE,
      "table"),
-    # ---- accounts for any noise
     ("rounding of FFTs is not charged", "accounting/pld.py",
      "charge, composed = steps * ROUNDING, None", "charge, composed = 0.0, None", PLD),
     ("a table rounds epsilon down", "accounting/tradeoff.py",
@@ -216,7 +207,6 @@ ROWS = [
     ("a target has a step more", "accounting/target_epsilon.py",
      "if steps >= self.steps:", "if steps > self.steps:",
      ACCOUNTS),
-    # ---- clipping
     ("norms without their margin", "clipping/coefficients.py",
      "norms = squared_bounds.sqrt() * margin", "norms = squared_bounds.sqrt()", COEFFICIENTS),
     ("small gradients are scaled up", "clipping/coefficients.py",
@@ -245,7 +235,6 @@ ROWS = [
      "return torch.where(too_large, below, rounded)", "return rounded", ACCUMULATION),
     ("clipped samples are those at the threshold too", "clipping/statistics.py",
      "squares.sqrt() > bounds[:, None]", "squares.sqrt() >= bounds[:, None]", STATISTICS),
-    # ---- layers
     ("a weight's gradient is a mean over tokens", "layers/projection.py",
      "return multiply(left.mT, right)", "return multiply(left.mT, right) / left.shape[1]", OPS,
      "test_reference and linear"),
@@ -287,7 +276,6 @@ ROWS = [
     ("an input gradient without its mean", "layers/norm.py",
      "(rstd * (scaled - normalized * mean)).to(x.dtype)", "(rstd * scaled).to(x.dtype)", OPS,
      "test_reference and rms_norm"),
-    # ---- step
     ("coefficients of other groups", "step/sums/plain.py",
      "self._weights[record.group]",
      "self._weights[0]",
@@ -352,7 +340,6 @@ ROWS = [
     ("places are counted from the front alone", "trials/perturb.py",
      'SIDES = "front", "behind"', 'SIDES = "front", "front"',
      "tests/dp_clipping/trials/test_probe.py", "either_end"),
-    # ---- noise
     ("noise is subtracted from nothing", "noise/gaussian.py",
      "noisy = noise.mul_(std).add_(total[part])", "noisy = noise.mul_(std)",
      GAUSSIAN),
@@ -375,7 +362,6 @@ ROWS = [
      "(self.count_std * z if noisy else 0.0)", "0.0", ADAPTIVE),
     ("a count is released twice", "noise/adaptive_threshold.py",
      "if step < self.next_step:", "if False:", ADAPTIVE),
-    # ---- sampling
     ("a rate is rounded up", "sampling/poisson.py",
      "int(sample_rate * 2**64)", "int(sample_rate * 2**64) + 2**54", POISSON),
     ("every batch is the same", "sampling/words.py", "counter=number << 64", "counter=0",
@@ -439,7 +425,6 @@ ROWS = [
      "None if fits else one.alone.to(x)", "None", LENGTHS),
     ("an empty batch has the sample's storage", "sampling/collate.py",
      "one.new_empty(shape)", "one.narrow(dim, 0, 0)", COLLATE),
-    # ---- the account
     ("batches of another loader are Poisson batches", "runs/accounts.py",
      "            self._account.other_batches += 1\n", "            pass\n", ACCOUNTS),
     ("a checkpoint knows the batches of its run only", "checkpoint/restore.py",
@@ -458,7 +443,6 @@ ROWS = [
      "departures, settings.rows_per_unit * settings.views,", "departures, 1,", UNITS, "reference"),
     ("a step again may have another learning rate", "accounting/ledger.py",
      "self.batch_number, self.settings))", "self.batch_number))", LEDGER),
-    # ---- noise mechanisms of users
     ("a registered mechanism's noise is Gaussian", "noise/add_noise.py",
      "_to_wholes(sums, noisy, own, std, divisor, values)",
      "_to_wholes(sums, noisy, own, std, divisor, GAUSSIAN)", MECHANISMS),
@@ -478,7 +462,6 @@ ROWS = [
      "tests/dp_clipping/accounting/test_mechanism.py"),
     ("a checkpoint goes on under another mechanism", "checkpoint/compatibility.py",
      ' "noise_mechanism": "gaussian",\n', "\n", MECHANISMS),
-    # ---- correlated noise
     ("earlier noise has no weight", "noise/gaussian.py", ".mul_(weights[:, None])", "",
      CORRELATED),
     ("earlier noise is that of this step", "noise/add_noise.py", "step=step - j", "step=step",
@@ -486,7 +469,6 @@ ROWS = [
     ("the kernel leaves out an earlier step", "noise/registers.py",
      "for i in range(n_earlier):", "for i in range(1, n_earlier):",
      "tests/dp_clipping/noise/test_kernel.py", "earlier"),
-    # ---- the optimizer's step in the noise's kernel
     ("fused steps are not counted", "noise/fused_update.py", "        add_to_each(steps, 1)\n",
      "        pass\n", FUSED, "rules"),
     ("fused AdamW decays by the gradient", "noise/registers.py",
@@ -519,7 +501,6 @@ ROWS = [
      ", sensitivity=noise.sensitivity", "", CORRELATED_RUN, "epsilon"),
     ("correlated noise on Poisson batches", "arguments/sampled.py",
      '(is_correlated and sampling != "cyclic",', "(False,", ARGUMENTS, "noise_mechanism"),
-    # ---- other samplings
     ("a batch that was left does not come again", "sampling/usage.py",
      "self.due if self.is_owed or", "self.due if", USAGE, "each_pass"),
     ("a pass in evaluation repeats another", "sampling/loader.py",
@@ -574,7 +555,6 @@ ROWS = [
      "return units, units + 1", "return units, units", TRUNCATED),
     ("a place in the cycle is the mean one", "accounting/cyclic.py",
      ".max(initial=0.0)", ".mean()", CYCLIC),
-    # ---- clipping functions of users
     ("a gradient whose squares underflow is scaled up", "clipping/coefficients.py",
      "bound * clip_norms / (norms + LOST)", "bound * clip_norms / (norms + 1e-300)", COEFFICIENTS),
     ("a function of another bound is the same", "clipping/coefficients.py",
@@ -586,7 +566,6 @@ ROWS = [
      ', float("nan"),\n', ",\n", CONTRIBUTIONS),
     ("a sample alone is not compared", "verification/contributions.py",
      "if not same.all():", "if False:", CONTRIBUTIONS),
-    # ---- layers of users
     ("a registered function is not compared", "layers/registered/module.py",
      "refuse_wrong(self, gradient, tensors, found)", "pass", ALONE),
     ("gradients of zero count as compared", "layers/registered/one_alone.py",
@@ -639,7 +618,6 @@ ROWS = [
     ("examples of a unit are averaged", "layers/registered/module.py",
      "_units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))", "_units(g, k).mean(1)",
      CONTRACT, "test_networks and registered-units"),
-    # ---- distributed
     ("shared parameters are counted on every rank", "distributed/norm_reduce.py",
      "counts_shared = self._reducer.tensor.rank == 0", "counts_shared = True", RANKS, "tensor"),
     ("ranks that differ are not noticed", "distributed/norm_reduce.py",
@@ -665,7 +643,6 @@ ROWS = [
      "zip(rows, of_rank, strict=True)", "zip(rows, of_rank[::-1], strict=True)", RANKS, "fsdp2"),
     ("norms of ranks lie over each other", "distributed/norm_reduce.py",
      "(before, rest))", "(0, before + rest))", RUNS_ON_RANKS, "adaptive"),
-    # ---- checkpoint ledger
     ("released steps are forgotten by a load", "accounting/ledger.py",
      "lost[key] = first, after(part, shared(part, there))", "lost[key] = first, []", LEDGER),
     ("a repeated step may have another noise", "accounting/ledger.py",
@@ -680,7 +657,6 @@ ROWS = [
     ("bytes of a tensor are shown where they are", "trials/values.py",
      "plain.clone(memory_format=torch.contiguous_format).reshape", "plain.contiguous().reshape",
      "tests/dp_clipping/trials/test_values.py", "leave_memory"),
-    # ---- secure noise
     ("ChaCha20 has eight double rounds", "sampling/words.py",
      "DOUBLE_ROUNDS = 10", "DOUBLE_ROUNDS = 8", CHACHA),
     ("a ChaCha20 key counts up to 32 bits", "sampling/words.py",

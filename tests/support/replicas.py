@@ -123,9 +123,6 @@ class Beside:
         self.model.clear_gradients()
 
 
-# ---- through the front door ----------------------------------------------------------------------
-
-
 def build(
     context: Context | None = None,
     variant: str = "ddp_bucketed",

@@ -123,9 +123,6 @@ def fail_in_backward(module, args, output):
     output.register_hook(fail)
 
 
-# ---- what travels, and what is refused -----------------------------------------------------------
-
-
 class Counted(TorchDispatchMode):
     """How often which collective is issued inside, by its name."""
 

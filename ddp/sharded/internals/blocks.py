@@ -229,8 +229,6 @@ class CallOrder:
         self._calls: list[Block] = []
         self.way, self.is_ahead, self.has_agreed = WayBack(), False, False
 
-    # ---- forward -------------------------------------------------------------------------------
-
     def next_block(self) -> Block | None:
         """Returns the block that is called next, where that is known."""
         return next(iter(self._expected()), None)
@@ -271,8 +269,6 @@ class CallOrder:
 
     def _expected(self) -> list[Block]:
         return [] if self.blocks is None else self.blocks[len(self._calls) :]
-
-    # ---- backward ------------------------------------------------------------------------------
 
     def enter_backward(self, way: WayBack, at_end: Callable[[], None]) -> None:
         """Notes that a backward is on its way back, and calls `at_end` once it has ended."""

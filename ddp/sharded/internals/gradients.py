@@ -66,8 +66,6 @@ class DividedGradients(Gradients):
             own.zero_()
         return own
 
-    # ---- before and behind a reduction ---------------------------------------------------------
-
     def share_of(self, i: int, held: Tensor) -> Tensor:
         """Returns this rank's part of a reduced gradient: what it owns of that, and zeros.
 

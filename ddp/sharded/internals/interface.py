@@ -55,8 +55,6 @@ class ShardedInterface(DataParallel):
         self.units = self.divide()
         return DividedGradients(self.module, self.reduction, self.units)
 
-    # ---- a training loop -----------------------------------------------------------------------
-
     def make_optimizer(
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
@@ -120,8 +118,6 @@ class ShardedInterface(DataParallel):
             for unit in self.units:
                 if all(self.gradients.parameters[i].grad is None for i in unit.members):
                     unit.gradient = None
-
-    # ---- what the optimizer calls --------------------------------------------------------------
 
     def begin_step(self, units: list[FlatUnit]) -> None:
         """Called before the first unit is stepped, whose parameters must be views of its values."""

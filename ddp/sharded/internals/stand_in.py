@@ -20,9 +20,10 @@ from ddp.sharded.torch_compat import refuse_writes
 from ddp.torch_compat import without_torch_functions
 
 PARAMETER = (
-    "{name}.{function}: fsdp has divided this parameter, so it has no values outside of its block: "
-    "use it inside of `with model.whole_parameters():` on all ranks, save model.state_dict(), step "
-    "by model.make_optimizer(cls, lr=...). Where that model was deleted, build the network again"
+    "{name}.{function}: fsdp has divided this parameter among ranks, and it has no values outside "
+    "of its block's forward and backward: use it inside of `with model.whole_parameters():` on all "
+    "ranks, save model.state_dict(), and step by model.make_optimizer(cls, lr=...). Where that "
+    "model was deleted, build the network again"
 )
 TOO_EARLY = (
     "{name} has got a gradient that was computed outside of its block's backward, without its "

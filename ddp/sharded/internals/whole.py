@@ -68,8 +68,6 @@ class DividedInterface(Sharded):
             block.free()
         self.order.is_ahead = False
 
-    # ---- forwards that fail, or that compute with whole parameters, and calls of blocks --------
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_whole:
             return self.module(*args, **kwargs)
@@ -128,8 +126,6 @@ class DividedInterface(Sharded):
                 self.order.end(self.agree)
                 self.order.way_back = self.order.way if outputs else self.order.way_back
 
-    # ---- gathers and reductions in one order on all ranks --------------------------------------
-
     def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
         """Launches a bucket once the gathers have started that come before it on every rank.
 
@@ -160,8 +156,6 @@ class DividedInterface(Sharded):
         with without_torch_functions():
             super().finish_gradient_synchronization()
 
-    # ---- what ranks tell each other ------------------------------------------------------------
-
     def exchange(self, status: str) -> list[str]:
         """Returns the status of every rank; an error says what may have happened."""
         return noted(partial(super().exchange, status), "gather", "")
@@ -181,8 +175,6 @@ class DividedInterface(Sharded):
     def end_calls(self) -> None:
         for block in self.blocks:
             block.mark(computes=False)
-
-    # ---- whole parameters ----------------------------------------------------------------------
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

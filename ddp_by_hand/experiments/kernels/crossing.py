@@ -125,9 +125,6 @@ def report(results: dict) -> str:
     return "\n".join([format_table(columns, rows), "", *lines])
 
 
-# ---- the picture --------------------------------------------------------------------------------
-
-
 def draw(results: dict, path: str | Path) -> None:
     """Writes the picture as a PNG, atomically."""
     by_features = panels(results)

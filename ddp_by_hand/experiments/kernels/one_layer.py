@@ -102,8 +102,6 @@ class OneLayer:
     def _take(self, number: int) -> tuple[Tensor, Tensor]:
         return self.factors[number % len(self.factors)]
 
-    # ---- pieces ---------------------------------------------------------------------------------
-
     def ordinary(self, number: int) -> Tensor:
         """Computes the weight gradient of a step without privacy, with the library's product."""
         y, a = self._take(number)
@@ -144,8 +142,6 @@ class OneLayer:
                  "gram_alone", "weighted_product", "weighted_sum")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
-    # ---- a layer's whole share of a private step ------------------------------------------------
-
     def algorithms(self) -> dict[str, TimedCall]:
         """Returns norm and clipped sum by each algorithm; for `width`, of GRAM_LAYERS layers.
 
@@ -161,16 +157,12 @@ class OneLayer:
             ACCUMULATE: lambda number: (self.norm(number), self.weighted_product(number)),
         }
 
-    # ---- their times ----------------------------------------------------------------------------
-
     def time_pieces(self, rounds: int) -> Samples:
         return _of_one_layer("gram", interleaved(self.pieces(), self.device, rounds))
 
     def time_algorithms(self, rounds: int) -> Samples:
         calls = {"ordinary": self.ordinary, **self.algorithms()}
         return _of_one_layer(GRAM, interleaved(calls, self.device, rounds))
-
-    # ---- are they right -------------------------------------------------------------------------
 
     def norm_errors(self) -> dict[str, float]:
         """Returns the relative error of the first sample's norm, by algorithm, against float64."""

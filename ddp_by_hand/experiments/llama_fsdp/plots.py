@@ -102,9 +102,6 @@ def set_range(setter: Callable[[float, float], Any], values: Sequence[float]) ->
     setter(max(0.0, low - room), high + room)
 
 
-# ---- bars, a group for each length ---------------------------------------------------------------
-
-
 def draw_memory(cells: Sequence[Cell]) -> Any:
     def bar(axes: Any, y: float, cell: Cell, limit: float) -> None:
         value = cell.peak_memory_mb and cell.peak_memory_mb / 1024
@@ -187,9 +184,6 @@ def _bars(
     return figure
 
 
-# ---- memory against time -------------------------------------------------------------------------
-
-
 def draw_tradeoff(cells: Sequence[Cell]) -> Any:
     """Draws one panel per length: left is faster, down is smaller, lines mark `no_dp`."""
     lengths = lengths_of(cells)
@@ -238,9 +232,6 @@ def _points(axes: Any, cells: Sequence[Cell]) -> None:
         axes.set_yticks([])
     frame(axes, "bottom", "left")
     write_labels(axes, labels, [f"{mode_of(c)}: {c.status}" for c in cells if c not in known])
-
-
-# ---- ratios over the lengths ---------------------------------------------------------------------
 
 
 def draw_overhead(cells: Sequence[Cell]) -> Any:
@@ -303,9 +294,6 @@ def _against(cell: Cell, cells: Sequence[Cell], metric: str | None) -> Ratio | N
         return ratio_beside(cell, base, metric)
     value = memory_beside(cell, base)
     return value and Ratio(value, value, value)
-
-
-# ---- all of them ---------------------------------------------------------------------------------
 
 
 PICTURES = {

@@ -102,9 +102,6 @@ def ran_as(mode: str, device_type: str) -> str:
     return f"{REFERENCE_MODE[MODES[mode]]}_fsdp"
 
 
-# ---- one result ----------------------------------------------------------------------------------
-
-
 def single_result(
     cell: GridCell,
     settings: GridSettings,
@@ -190,9 +187,6 @@ def differs(settings: GridSettings, world_size: int, result: dict) -> str:
     return ", ".join(others)
 
 
-# ---- all results ---------------------------------------------------------------------------------
-
-
 def read_grid(folder: Path) -> list[Cell]:
     """Reads the results of a folder, sorted by length and mode.
 
@@ -236,9 +230,6 @@ def describe_run(cells: Sequence[Cell]) -> str:
         f"torch {place.get('torch', '?')}", str(place.get("date", "?"))[:10],
         *say_ran_as(cells),
     ])  # fmt: skip
-
-
-# ---- summary.txt ---------------------------------------------------------------------------------
 
 
 def summarize_run(cells: Sequence[Cell]) -> str:

@@ -163,9 +163,6 @@ def check_model(name: str, weights: bool = True) -> None:
             files_of(name)
 
 
-# ---- on all ranks --------------------------------------------------------------------------------
-
-
 def from_first(run: Callable[[Start], int], hardware: Hardware) -> int:
     """Calls `run` in the first process, with what starts a cell's command on all ranks.
 

@@ -101,7 +101,6 @@ class Options:
             check_file("--output", self.output)
 
 
-# ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure(
@@ -154,7 +153,6 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
     return recorder.cells
 
 
-# ---- adding up -----------------------------------------------------------------------------------
 
 
 def part_of(kernel: str) -> str | None:
@@ -202,7 +200,6 @@ def unclaimed(ordinary: Kernels, private: Kernels) -> dict[str, float]:
     return {n: more[n] for n in sorted(names, key=lambda n: -abs(more[n]))}
 
 
-# ---- reporting -----------------------------------------------------------------------------------
 
 
 def report(cell: Mapping[str, Any]) -> str:

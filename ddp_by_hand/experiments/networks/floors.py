@@ -90,9 +90,6 @@ def measure_ceilings(device: torch.device, side: int = SIDE, copied: int = COPIE
     return Ceilings({name: 2 * side**3 / each for name, each in seconds.items()}, copy)
 
 
-# ---- what a forward calls ------------------------------------------------------------------------
-
-
 class Call(NamedTuple):
     """One call of a layer with trainable parameters of its own.
 
@@ -152,9 +149,6 @@ def _own(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields a layer's trainable parameters; of attention also those of its last projection."""
     inner = isinstance(layer, nn.MultiheadAttention)
     return (pair for pair in layer.named_parameters(recurse=inner) if pair[1].requires_grad)
-
-
-# ---- floors --------------------------------------------------------------------------------------
 
 
 def floors_of(

@@ -46,9 +46,6 @@ TWO_PASSES = ("ghost_fsdp", "flash_fsdp")
 FLASH = ("flash_fsdp", "flash_bookkeeping_fsdp")
 
 
-# ---- growth with the length ----------------------------------------------------------------------
-
-
 def growths(rows: Sequence[Mapping[str, Any]]) -> dict[str, Growth]:
     """Returns the growth of each phase that all lengths have, of `total`, and of peak `memory`."""
     good = measured(rows)
@@ -66,9 +63,6 @@ def growths(rows: Sequence[Mapping[str, Any]]) -> dict[str, Growth]:
 def measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the rows that have times, from short to long."""
     return sorted((r for r in rows if r["status"] == OK), key=lambda r: r["seq_length"])
-
-
-# ---- what bounds it ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,6 @@ def _found(name: str, folder: Path, *files: str) -> Path:
     )
 
 
-# ---- images --------------------------------------------------------------------------------------
-
-
 def _idx_images(name: str, folder: Path) -> Images:
     parts = []
     for split in ("train", "t10k"):
@@ -166,7 +163,6 @@ _IMAGES: dict[str, Callable[[str, Path], Images]] = {
     "fashion-mnist": _idx_images, "mnist": _idx_images, "cifar10": _cifar10, "digits": _digits,
 }  # fmt: skip
 
-# ---- texts ---------------------------------------------------------------------------------------
 
 _PAIRS = {
     "sst2": ("sentence", "label", ("train.tsv", "dev.tsv"), "excel-tab"),

@@ -92,9 +92,6 @@ def scattered(images: Tensor, device: torch.device | str, batch: int = 1024) -> 
     return torch.cat([transform(part.to(device).float() / 255) for part in parts])
 
 
-# ---- on the torus --------------------------------------------------------------------------------
-
-
 def _modulus(spectrum: Tensor, scale: int) -> Tensor:
     """Returns |y| at every 2^scale-th pixel, of y whose spectrum this is."""
     return torch.fft.ifft2(_subsampled(spectrum, 2**scale)).abs()
@@ -109,9 +106,6 @@ def _subsampled(spectrum: Tensor, factor: int) -> Tensor:
 def _folded(spectrum: Tensor, scale: int) -> Tensor:
     """Returns the spectrum of a filter for images of which every 2^scale-th pixel is left."""
     return _subsampled(spectrum, 2**scale) * 4**scale
-
-
-# ---- filters -------------------------------------------------------------------------------------
 
 
 def _spectrum(kernel: Tensor) -> Tensor:

@@ -114,9 +114,6 @@ def pretrain_text(network: nn.Module, steps: int) -> None:
     optimizer.zero_grad()
 
 
-# ---- planned rows --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Planned:
     """A language model whose size, batch and steps `plan_privacy` chooses, and whose loss it says.

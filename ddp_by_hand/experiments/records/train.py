@@ -74,9 +74,6 @@ def normalised(split: Split, groups: int) -> Split:
     return split._replace(train=train, test=test)
 
 
-# ---- one run -------------------------------------------------------------------------------------
-
-
 def run(row: Row, engine: str, seed: int, split: Split) -> dict[str, Any]:
     """Trains, and returns what a row of results records.
 
@@ -156,9 +153,6 @@ class Numbers(Dataset):
 
     def __getitems__(self, numbers: list[int]) -> np.ndarray:
         return np.array(numbers, dtype=np.int64)
-
-
-# ---- the two engines -----------------------------------------------------------------------------
 
 
 @cache

@@ -32,9 +32,6 @@ IGNORED = -100  # a target that does not count
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-# ---- networks and data ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of networks and samples. No number of ranks divides the vocabulary."""
@@ -104,9 +101,6 @@ def sample_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.sum(1) / (targets != IGNORED).sum(1)
 
 
-# ---- who checks ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that check together, and this one among them.
@@ -169,9 +163,6 @@ class Ranks:
         found: list = [None] * self.size
         dist.all_gather_object(found, own, group=self.group)
         return found
-
-
-# ---- cases ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

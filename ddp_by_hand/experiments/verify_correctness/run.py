@@ -121,9 +121,6 @@ def run(options: Options, hardware: Hardware, command: Sequence[str]) -> int:
     return int(outcome.status != 0)
 
 
-# ---- which ranks ---------------------------------------------------------------------------------
-
-
 def hardware_for(options: Options) -> Hardware:
     device, sharded = DEVICES[options.backend], options.use_fsdp or options.use_tp
     count = options.num_processes or (None if sharded else 1)
@@ -179,9 +176,6 @@ def ranks_of(options: Options, worker: Worker) -> Ranks:
     return Ranks(worker.device, dist.group.WORLD, mesh)
 
 
-# ---- one process, or one of several --------------------------------------------------------------
-
-
 def alone(options: Options, hardware: Hardware) -> int:
     on_gpu = hardware.device_type == "cuda"
     place = torch.cuda.get_device_name(0) if on_gpu else hardware.sentence.partition(" on ")[2]
@@ -223,9 +217,6 @@ def work(options: Options, hardware: Hardware) -> int:
 
             report.check(note)
         return report.finish() if worker.is_first else 0
-
-
-# ---- output --------------------------------------------------------------------------------------
 
 
 class Report:

@@ -265,9 +265,6 @@ def listen(reducer: NormReducer) -> Callable[[], Tensor]:
     return sent
 
 
-# ---- errors --------------------------------------------------------------------------------------
-
-
 def largest(values: Sequence[float]) -> float:
     """Returns the largest value; NaN counts as infinite."""
     return max((float("inf") if x != x else x for x in values), default=0.0)

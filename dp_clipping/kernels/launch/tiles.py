@@ -69,8 +69,6 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-# ---- memory that launches read, also those that a CUDA graph repeats -----------------------------
-
 _holders: list[list[Any]] = []
 
 
@@ -142,7 +140,6 @@ def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
 _kept_table_on = lru_cache(maxsize=4096)(table_on)
 
 
-# ---- launches -----------------------------------------------------------------------------------
 #
 # Triton binds the arguments of each launch, derives from their types, alignment and values which
 # compiled variant serves them, and makes its key a string: 18 µs in Python, 11 with `launch`, which
@@ -187,9 +184,6 @@ def launch(
     run, function, metadata, stream_of, values = known
     sizes, stream = (*grid, 1, 1)[:3], stream_of(device.index)
     run(*sizes, stream, function, metadata, None, None, None, *tensors, *numbers, *values)
-
-
-# ---- tiles --------------------------------------------------------------------------------------
 
 
 def tile_of(size: int | None, *dtypes: torch.dtype) -> Tile | None:

@@ -197,7 +197,6 @@ def _runs(run: Launch, tile: Tile) -> bool:
     return True
 
 
-# ---- times --------------------------------------------------------------------------------------
 #
 # Calls are interleaved in rounds, so that a change of the clock affects all of them. A sample is a
 # number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
@@ -262,9 +261,6 @@ def _sample(call: TimedCall, count: int, launch: float, device: torch.device) ->
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def path_of(name: str) -> Path:

@@ -78,9 +78,6 @@ def _stays_wide(self: nn.RNNBase, x: Tensor) -> bool:
     return isinstance(self, nn.GRU) and x.device.type == "cpu" and x.dtype == torch.float32
 
 
-# ---- what is asked once -------------------------------------------------------------------------
-
-
 def _layers_of(
     self: nn.RNNBase,
     handle: LayerState,
@@ -148,9 +145,6 @@ def _sequences(
                 "a sequence and a state of its own for every sample (x.expand)"
             )
     return Layout(layouts[0].kind, 1)
-
-
-# ---- one layer ----------------------------------------------------------------------------------
 
 
 def _run(

@@ -131,8 +131,6 @@ if triton is not None:
             _sum(x12, n0), _sum(x13, n1), x14, x15,
         )  # fmt: skip
 
-    # ---- the reference's arithmetic, operation by operation --------------------------------------
-
     @triton.jit
     def _two_prod(a, b, FUSED: tl.constexpr):
         p = a * b

@@ -90,8 +90,6 @@ class Fused(Work):
         if self.streams and len(losses):  # not for a row without a sample
             self._left_out |= ~losses.detach().isfinite().view(self.batch_size, -1).all(1)
 
-    # ---- norms ----------------------------------------------------------------------------------
-
     def take_norms(self, lefts: list[Left], everything: bool) -> None:
         if lefts:
             self._sort(lefts)
@@ -297,8 +295,6 @@ class Fused(Work):
             if record is not None and gradients is not None
         ]
 
-    # ---- coefficients ---------------------------------------------------------------------------
-
     def set_coefficients(self, groups: list[int]) -> BatchNorms | None:
         members, norms = self.context.capture.members, self.norms
         is_all = len(groups) == len(members)
@@ -344,8 +340,6 @@ class Fused(Work):
         if len(groups) == len(clip_norms):
             return clip_norms
         return clip_norms[on_device(tuple(groups), torch.int64, clip_norms.device)]
-
-    # ---- sums -----------------------------------------------------------------------------------
 
     def summands(self, lefts: list[Left]) -> tuple[list[Trainable], list[Summand]]:
         records: list[Trainable] = []

@@ -34,8 +34,6 @@ class Plain(Work):
         self._good: Tensor | None = None  # samples whose norms are finite, if some are not
         self._weights: list[Weights] = []
 
-    # ---- norms ----------------------------------------------------------------------------------
-
     def take_norms(self, lefts: list[Left], everything: bool) -> None:
         vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
         alone: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}  # squared norms [B]
@@ -99,8 +97,6 @@ class Plain(Work):
             found += [(record, gradients, left) for record, gradients in own]
         return found
 
-    # ---- coefficients ---------------------------------------------------------------------------
-
     def set_coefficients(self, groups: list[int]) -> BatchNorms:
         squared, bounds = self.norms.squares_and_bounds()
         policy = self.context.policy
@@ -116,8 +112,6 @@ class Plain(Work):
             nonfinite = nonfinite and int((~finite & ~self.padding).sum())
         self._weights = list(map(Weights, scale))
         return BatchNorms(squared.sum(0).sqrt(), squared, nonfinite)
-
-    # ---- sums -----------------------------------------------------------------------------------
 
     def summands(self, lefts: list[Left]) -> tuple[list[Trainable], list[Summand]]:
         found = [

@@ -123,8 +123,6 @@ class Work(ABC):
         if self.points is not None:
             self.points.begin()
 
-    # ---- how: of a subclass ---------------------------------------------------------------------
-
     @abstractmethod
     def take_norms(self, lefts: list[Left], everything: bool) -> None:
         """Takes the norms of what is left, and keeps what is to be summed of it.
@@ -143,8 +141,6 @@ class Work(ABC):
     @abstractmethod
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterable[Tensor]:
         """Returns Σ_i c_i G_i of each; `values` is emptied as sums are formed."""
-
-    # ---- backward -------------------------------------------------------------------------------
 
     def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
         """Begins a backward; sums will go to `accumulate`."""
@@ -313,8 +309,6 @@ class Work(ABC):
             mine = set(groups)
             here = [r for r in self._order if r in self.kept and r.group in mine]
             self._form(here, [self.kept.pop(record) for record in here])
-
-    # ---- clipping and sums ----------------------------------------------------------------------
 
     def clip(self) -> BatchNorms:
         """Turns all norms into coefficients."""

@@ -221,9 +221,6 @@ def test_a_parameter_nobody_used_is_not_stepped(context: Context) -> None:
     assert stated == {name for name in names if "branches.1" not in name}
 
 
-# ---- whole states ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [NAME, "fsdp"])
 @on_ranks(2)
 def test_states_of_other_networks_are_refused(context: Context, name: str) -> None:

@@ -127,9 +127,6 @@ def test_an_optimizer_without_a_state(context: Context, path: Path) -> None:
     assert same(values(again), expected[1])
 
 
-# ---- what does not fit changes nothing -----------------------------------------------------------
-
-
 def refused(context: Context, path: Path, options) -> str:
     """On all ranks, on some because of another."""
     run = start(context, **options)

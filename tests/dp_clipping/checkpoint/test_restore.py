@@ -145,9 +145,6 @@ class TestDamage:
         assert torch.load(path)["dp_clipping"]["steps"] == 1, "for other programs too"
 
 
-# ---- what cannot be gone on from -----------------------------------------------------------------
-
-
 def with_scale(scale: torch.Tensor):
     run = build()
     run.model.network.scale = scale

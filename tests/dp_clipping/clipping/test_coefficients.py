@@ -85,9 +85,6 @@ def test_the_ends_of_the_range_are_taken():
     assert clip_norms_of([LOWEST, HIGHEST], 2, "per_layer") == [LOWEST, HIGHEST]
 
 
-# ---- functions that users register ---------------------------------------------------------------
-
-
 def halving(norms, limit):
     """Never more than half of C."""
     return (0.5 * limit / norms).clamp(max=1)

@@ -163,9 +163,6 @@ def test_sharded_networks(cpu_ranks, ranks, shard):
     cpu_ranks.run(ranks, on_a_mesh, shard)
 
 
-# ---- as on GPUs: the exchange begins with the first backward -------------------------------------
-
-
 def early(context: Context) -> None:
     run = build(context, "ddp_bucketed")
     run.optimizer.fixed_settings.agreement = Agreement(context.group, early=True)
@@ -190,9 +187,6 @@ def test_an_exchange_that_begins_with_the_first_backward(cpu_ranks):
     cpu_ranks.run(4, early)
 
 
-# ---- in make_private -----------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_seed_is_given_on_all_ranks_or_none(context: Context) -> None:
     with pytest.raises(ValueError, match="ranks differ in noise_generator is given"):
@@ -206,8 +200,6 @@ def test_other_units_on_each_rank_are_refused(context: Context) -> None:
     with pytest.raises(ValueError, match=r"^ranks differ in unit_ids \(\w+ on rank 0, \w+ on rank"):
         build(context, "ddp_bucketed", examples_per_unit=2, unit_ids=shifted)
 
-
-# ---- a first step of noise alone -----------------------------------------------------------------
 
 NAN = float("nan")
 

@@ -35,9 +35,6 @@ def variants(*fast: str) -> pytest.MarkDecorator:
     )
 
 
-# ---- failures and parameters that were not used --------------------------------------------------
-
-
 def fails_in_the_norm_pass(pair: Beside, rank: int) -> None:
     def loss(outputs, targets):
         losses = pair.per_sample_loss(outputs, targets)
@@ -135,9 +132,6 @@ def test_a_parameter_that_nobody_used_gets_noise(cpu_ranks):
     assert 0.6 < one.std() / (2.0 * 0.7 / 8) < 1.4
 
 
-# ---- streaming -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("variant", "mode"), [
     ("ddp", "bookkeeping"), ("ddp_individual", "bookkeeping"),
     ("ddp_bucketed", "ghost"), ("ddp_individual_v2", "per_sample"),
@@ -185,9 +179,6 @@ def check_stream(events: list, model, variant: str) -> None:
     else:
         assert first < sums[-2], "under way before the last sum is begun"
         assert "wait" not in [e.what for e in events[: sums[-1]]]
-
-
-# ---- without privacy -----------------------------------------------------------------------------
 
 
 @variants("ddp_individual_v2", "torch_ddp_tuned")

@@ -173,9 +173,6 @@ def test_a_second_backward_is_refused_by_ranks_without_samples_too(cpu_ranks):
         assert {"another rank" in text for text in (mine, others)} == {True, False}
 
 
-# ---- one process ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("microbatch", "dtype"), in_turn([None, 1], [torch.float32, torch.bfloat16])
 )

@@ -55,8 +55,6 @@ def test_collectives(context: Context, shard: Callable) -> None:
         assert counted.gathers <= units + passes * backward + (passes - 1), (mode, counted.gathers)
 
 
-# ---- steps that fail -----------------------------------------------------------------------------
-
 TOLD = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="only torch 2.13 and later can tell FSDP2"
 )
@@ -90,9 +88,6 @@ def test_nothing_is_computed_with_what_a_failed_step_left(context: Context) -> N
         with pytest.raises(RuntimeError, match="an earlier step of this sharded model failed"):
             private_loss(model, batch, zoo.cross_entropy)
         assert not counted.calls
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 def refused_of_fsdp2(context: Context) -> None:
@@ -139,9 +134,6 @@ def test_refusals(cpu_ranks, body):
 )  # fmt: skip
 def test_an_ordinary_backward_after_the_noise_is_refused(cpu_ranks, shard):
     cpu_ranks.run(2, refused_after_noise, shard)
-
-
-# ---- on fused kernels, in the interpreter --------------------------------------------------------
 
 
 SOME = [

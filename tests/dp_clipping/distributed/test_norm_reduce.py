@@ -35,9 +35,6 @@ def reducer_of(context: Context, mesh: str, mode: str = "sync", dtype=torch.floa
     return NormReducer(**axes_of(context, mesh), mode=mode, dtype=dtype, device=context.device)
 
 
-# ---- what clipping needs -------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_norms_of_different_samples_are_not_summed(context: Context) -> None:
     reducer = reducer_of(context, "data", "async")
@@ -95,9 +92,6 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank(context: Context) -> None
         assert found[2] != found[2]
 
 
-# ---- the global vector ---------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_tensor_ranks_have_the_same_samples(context: Context) -> None:
     reducer = reducer_of(context, "data x tensor")
@@ -116,9 +110,6 @@ def test_other_samples_on_a_tensor_axis_show_in_the_losses(context: Context) -> 
     NormReducer(data_parallel_group=context.group).check_same_samples(own)
     with pytest.raises(RuntimeError, match="different losses for what should be the same samples"):
         NormReducer(tensor_group=context.group).check_same_samples(own)
-
-
-# ---- why not over samples ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,9 +131,6 @@ def test_split_samples_are_refused(what, placement, features):
 def test_split_features_are_not():
     for placement in (Shard(-1), Shard(2), Replicate(), Partial()):
         refuse_split_samples("head", "output", [Replicate(), placement], (4, 6, 8))
-
-
-# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 def late(context: Context) -> None:

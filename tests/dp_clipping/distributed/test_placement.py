@@ -65,9 +65,6 @@ def mesh_of(*sizes: int) -> DeviceMesh:
     return meshes.mesh_of((RANKS // math.prod(sizes), *sizes), ("copy", *names))[names]
 
 
-# ---- runs of boxes -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_runs_of_every_box(shape):
     whole = addresses(*shape)
@@ -78,9 +75,6 @@ def test_runs_of_every_box(shape):
     for box in itertools.product(*intervals):
         part = whole[tuple(slice(a, a + n) for a, n in box)]
         assert torch.equal(elements(spans_of(box, shape)), part.flatten()), box
-
-
-# ---- placements ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (1, 2), (2, 1), (2, 2), (4, 1)])

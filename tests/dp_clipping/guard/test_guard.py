@@ -57,9 +57,6 @@ def test_equal_samples_are_told_of_once(recwarn):
     assert "give data that differ" in str(told.message)
 
 
-# ---- modules that run under vmap for the sake of a layer that they call --------------------------
-
-
 def tensor_of(network: nn.Module, output: str = "last_hidden_state") -> nn.Module:
     """A network of Hugging Face whose output is a tensor."""
     return zoo.Net(lambda net, x: getattr(net.network(x), output), network=network)

@@ -26,9 +26,6 @@ def samples_of(count=24, longest=LONGEST, words=WORDS):
     return [(torch.randint(1, words, (n,), generator=draw), n % CLASSES) for n in lengths]
 
 
-# ---- collate functions: a batch is (ids, labels) or a dictionary
-
-
 def pad(samples, length=None, at_end=False, sort=False, multiple=1):
     if sort:
         samples = sorted(samples, key=lambda sample: -len(sample[0]))
@@ -58,9 +55,6 @@ def masked_at_random(samples, draw):
     ids, _ = pad(samples)
     hidden = (draw(ids.shape) < 0.5) & (ids > 0)
     return ids.masked_fill(hidden, 0), ids.where(hidden, -100)
-
-
-# ---- networks
 
 
 class Reader(nn.Module):
@@ -145,9 +139,6 @@ class Tagger(nn.Module):
 
     def forward(self, ids):
         return self.head(self.lstm(self.words(ids))[0])
-
-
-# ---- loops
 
 
 def classify(model, criterion, batch):
@@ -513,9 +504,6 @@ def test_what_comparing_does_leaves_no_trace():
         train(network, batches=3, prepare=prepare)
         trained.append(torch.cat([p.detach().flatten() for p in network.parameters()]))
     assert torch.equal(*trained)
-
-
-# ---- ranks
 
 
 @pytest.mark.parametrize(

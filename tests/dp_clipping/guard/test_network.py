@@ -808,9 +808,6 @@ def test_equal_numbers_stay_equal_in_runs_with_errors(name, mixing):
         model(torch.randn(8, 6, 5), second)
 
 
-# ---- ranks that gather parameters together
-
-
 def noisy(net, x):
     return net.second(torch.rrelu(net.first(x), training=True))
 

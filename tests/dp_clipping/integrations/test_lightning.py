@@ -128,9 +128,6 @@ def test_microbatches(tmp_path):
     assert steps_of(private) == 2 * EPOCH < trainer.global_step
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("saved", [3, EPOCH, EPOCH + 3])
 def test_a_resumed_run_is_the_same(saved, tmp_path):
     """Bit for bit, with dropout; the key is not in the folder of the checkpoints."""
@@ -167,9 +164,6 @@ def test_a_resumed_run_without_its_account_is_refused(tmp_path):
     assert steps_of(private) == 0
 
 
-# ---- what a Trainer must not do ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -184,9 +178,6 @@ def test_options_that_are_refused(options, says, tmp_path):
     with pytest.raises(RuntimeError, match=says):
         trainer_in(tmp_path, **options).fit(private)
     assert steps_of(private) == 0
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
 
 
 class RanksOnly(DDPStrategy):

@@ -67,9 +67,6 @@ def test_what_is_not_covered_is_logged_if_asked_for(tmp_path):
     assert trainer.state.total_flos > 0
 
 
-# ---- what else a Trainer does --------------------------------------------------------------------
-
-
 def test_evaluation_generation_and_early_stopping_in_between(tmp_path):
     lengths = []
 
@@ -107,9 +104,6 @@ def test_bfloat16(tmp_path):
     del seen[:]
     trainer.evaluate(samples_of("gpt2", 4))
     assert set(seen) == {torch.bfloat16}
-
-
-# ---- losses --------------------------------------------------------------------------------------
 
 
 def per_sample(outputs, labels, num_items_in_batch=None):

@@ -210,9 +210,6 @@ def test_pairs_run_together_where_trl_scores_labelled_tokens_only(tmp_path, monk
     assert {handle.kind for handle in trainer.optimizer.model.capture.handles} == {"linear"}
 
 
-# ---- losses --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
     """TRL's own trainer, and pairs with what the policy and the reference say of them."""
@@ -259,9 +256,6 @@ def test_losses_that_are_not_of_a_pair_are_refused(tmp_path):
             dpo(tmp_path, loss_type=["sigmoid", name])
 
 
-# ---- data ----------------------------------------------------------------------------------------
-
-
 def trained_words(trainer):
     """The words of each sample that have a label."""
     collated = trainer.get_train_dataloader().collate_fn(list(trainer.train_dataset))
@@ -296,9 +290,6 @@ def test_units_of_examples_that_are_left_out_or_shuffled_are_refused(tmp_path):
         sft(tmp_path, shuffle_dataset=True, privacy=users)
 
 
-# ---- what is logged, saved and resumed -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [pytest.param(sft, marks=pytest.mark.slow), dpo])
 def test_epsilon_is_logged_and_what_it_does_not_cover_is_not(make, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
@@ -331,8 +322,6 @@ def test_an_evaluation_is_that_of_trl(make, tmp_path):
     for name in names - {"epoch"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 REFUSED = [
     (sft, {"packing": True}, r"SFTConfig\(packing=True\): each sample .*max_length truncates"),

@@ -65,9 +65,6 @@ def test_another_number_of_outputs_is_named():
         model(torch.randn(3, 4))
 
 
-# ---- what surrounds the model --------------------------------------------------------------------
-
-
 @pytest.fixture
 def model():
     return private(nn.Sequential(nn.Linear(4, 3)))

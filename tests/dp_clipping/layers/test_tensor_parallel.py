@@ -140,9 +140,6 @@ def test_two_passes_in_16_bit(context: Context) -> None:
         torch.testing.assert_close(total, sums["bookkeeping"], rtol=0.02, atol=2e-3, msg=mode)
 
 
-# ---- refusals -----------------------------------------------------------------------------------
-
-
 def step(network: nn.Module, batch, loss=zoo.product) -> None:
     private_loss(private(network), batch, loss).backward()
 

@@ -314,9 +314,6 @@ def test_a_loss_without_labels_says_which_call_works():
     assert len(run.model.per_sample_gradient_norms) == 4
 
 
-# ---- where functions of torch are not looked at --------------------------------------------------
-
-
 class OwnLoss(nn.Module):
     """Computes its loss by functions of torch, of padded ids or of bags."""
 

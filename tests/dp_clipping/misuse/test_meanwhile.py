@@ -27,9 +27,6 @@ def run():
     return engine.build()
 
 
-# ---- gradients -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("change", ["clip_grad_norm_", "mul_", "replaced", "zeros"])
 def test_a_noisy_gradient_may_be_changed(run, change):
     for _ in range(2):
@@ -180,9 +177,6 @@ def test_a_stale_gradient_of_a_frozen_parameter_is_not_applied():
     assert torch.equal(net[0].weight, before)
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def assign(net):
     net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()}, assign=True)
 
@@ -194,9 +188,6 @@ def test_a_state_that_is_copied_is_trained_on(run):
     run.model.network[0].weight.data = torch.zeros(5, 4)
     engine.step(run)
     assert run.model.network[0].weight.any()
-
-
-# ---- hooks and the count -------------------------------------------------------------------------
 
 
 def test_hooks_are_added_and_the_step_is_counted(run):
@@ -268,9 +259,6 @@ def test_an_optimizer_is_not_copied(run, duplicate):
         duplicate(run.optimizer)
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-
 def in_a_fork(function):
     """What the function returns in a forked process, as text."""
     receiver, sender = os.pipe()
@@ -305,9 +293,6 @@ def test_a_fork_draws_no_noise(run):
     assert in_a_fork(afresh) == "1"
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
 def test_a_network_in_evaluation_is_refused():
     net = engine.network().eval()
     with pytest.raises(ValueError, match=r"in evaluation.*call network\.train\(\) before"):
@@ -328,9 +313,6 @@ def test_a_step_after_evaluation_says_what_is_missing(run):
     nn.functional.cross_entropy(run.model(BATCH[0]), BATCH[1]).backward()
     with pytest.raises(RuntimeError, match=r"model\.train\(\) before the private forward"):
         run.optimizer.step()
-
-
-# ---- wrappers ------------------------------------------------------------------------------------
 
 
 WRAPPERS = {
@@ -369,9 +351,6 @@ def test_no_hook_sees_other_modules_or_optimizers(run):
     assert nn.Sequential(run.model)[0] is run.model
 
 
-# ---- made private twice --------------------------------------------------------------------------
-
-
 def test_nothing_is_made_private_twice(run):
     net = run.model.network
     for module in (run.model, net, nn.Sequential(net)):
@@ -387,9 +366,6 @@ def test_nothing_is_made_private_twice(run):
             PrivacyEngine().make_private(**engine.arguments() | changes)
     again = engine.build(module=run.model.to_standard_module())
     engine.step(again)
-
-
-# ---- data ----------------------------------------------------------------------------------------
 
 
 class Half:

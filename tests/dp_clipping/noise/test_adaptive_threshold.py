@@ -30,9 +30,6 @@ def gradient_noise_multiplier(sigma: float, count_std: float, groups: int = 1) -
     return threshold.gradient_noise_multiplier(sigma)
 
 
-# ---- what it costs -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("groups", [1, 5])
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("count_std", [5.0, 20.0])
@@ -57,9 +54,6 @@ def test_counts_that_would_cost_everything_are_refused(sigma, count_std, groups,
     with pytest.raises(ValueError, match=rf"the whole budget, give more than {least:g} \("):
         gradient_noise_multiplier(sigma, count_std, groups)
     assert gradient_noise_multiplier(sigma, least * 1.001, groups) > sigma
-
-
-# ---- the noise -----------------------------------------------------------------------------------
 
 
 def test_noise_on_the_count_has_its_standard_deviation():
@@ -105,9 +99,6 @@ def test_a_count_is_released_once():
     threshold.update(norms(2.0), step=6, noise_key=KEY)  # steps that failed in between are gone
 
 
-# ---- the update ----------------------------------------------------------------------------------
-
-
 def test_the_update_of_the_paper():
     """60 of 100 norms are at most 1: C ← exp(-0.2 (0.6 - 0.5))."""
     threshold = adaptive(count_std=0.0)
@@ -149,9 +140,6 @@ def test_without_noise():
     threshold = adaptive()
     threshold.update(norms(*[1.0] * 50, *[2.0] * 50), step=0, noise_key=KEY, noisy=False)
     assert threshold.max_grad_norm == 1.0
-
-
-# ---- ranks and resuming --------------------------------------------------------------------------
 
 
 def test_a_state_of_other_settings_changes_nothing():

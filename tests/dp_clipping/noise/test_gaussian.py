@@ -311,9 +311,6 @@ def test_add_noise_refuses(options, message):
         add_noise(**{"total": torch.zeros(4), "stream": stream(), "std": 1.0, **options})
 
 
-# ---- addresses -----------------------------------------------------------------------------------
-
-
 def test_uniform_numbers_have_the_bits_of_two_words():
     words = tuple(torch.tensor([w]) for w in (1, 5 << 12, 2**31, 7 << 12))
     expected = [((1 << 20) + 5 + 0.5) / 2**52, ((2**31 << 20) + 7 + 0.5) / 2**52]

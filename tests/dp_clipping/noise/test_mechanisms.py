@@ -151,9 +151,6 @@ def test_ranks_and_checkpoints_tell_mechanisms_of_one_name_apart(monkeypatch):
     assert mechanisms.described("gaussian") == "gaussian"
 
 
-# ---- the noise -----------------------------------------------------------------------------------
-
-
 def noise(numel: int, offset: int = 0, **options) -> torch.Tensor:
     values = mechanisms.mechanism_of("logistic").values
     return add_noise(torch.zeros(numel), STREAM, std=1.0, offset=offset, values=values, **options)
@@ -179,9 +176,6 @@ def test_every_number_has_an_address():
     values = mechanisms.mechanism_of("logistic").values
     part = add_noise(torch.zeros(3, 5), STREAM, std=1.0, place=place, values=values)
     assert torch.equal(part, table[2:5, 3:8])
-
-
-# ---- a run ---------------------------------------------------------------------------------------
 
 
 def build(**changes):

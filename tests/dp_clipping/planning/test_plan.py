@@ -66,9 +66,6 @@ def budgets(plan: Plan, generator: random.Random) -> list[int]:
                    for _ in range(6))])  # fmt: skip
 
 
-# ---- without a budget ---------------------------------------------------------------------------
-
-
 def test_without_a_budget_each_layer_takes_its_fastest():
     uses = random_uses(random.Random(0))
     plan = Plan(uses, RATES)
@@ -118,9 +115,6 @@ def test_no_layer():
     plan = Plan([], RATES, budget=0, may_recompute=True)
     assert plan.bytes == 0
     assert plan.is_one_pass
-
-
-# ---- with one -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -200,9 +194,6 @@ def test_layers_nearest_the_output_are_recomputed():
     assert not any(c.recomputed for c in Plan(uses, RATES, 4 * each).choices)  # not asked for
 
 
-# ---- the table ----------------------------------------------------------------------------------
-
-
 def test_the_table():
     uses = network(count=2)
     lines = Plan(uses, RATES).table().splitlines()
@@ -224,9 +215,6 @@ def test_the_table_of_two_passes_with_measured_times():
     assert "recomputed" in lines[3]
     assert lines[3].endswith("0.0")  # MiB kept; not measured
     assert "two passes" in lines[-1]
-
-
-# ---- beside a stopwatch -------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

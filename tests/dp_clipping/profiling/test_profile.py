@@ -57,9 +57,6 @@ def network() -> nn.Module:
     return zoo.seeded(lambda: zoo.transformer(num_layers=1))
 
 
-# ---- off -----------------------------------------------------------------------------------------
-
-
 class Operators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -105,9 +102,6 @@ def test_off_it_makes_nothing_and_on_it_launches_no_operator(mode, monkeypatch):
     with patch.object(profiling._Span, "__init__", side_effect=AssertionError), \
          pytest.raises(AssertionError):  # so the count above would have seen it  # fmt: skip
         on.step()
-
-
-# ---- on ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "ghost", "bookkeeping"])
@@ -245,9 +239,6 @@ def test_switch_takes_0_and_1_only(monkeypatch):
     monkeypatch.setenv(SWITCH, "yes")
     with pytest.raises(ValueError, match="neither 1"):
         Training(network(), "bookkeeping")
-
-
-# ---- fused kernels, several ranks ----------------------------------------------------------------
 
 
 def check_fused() -> None:

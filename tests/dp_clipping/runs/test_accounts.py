@@ -169,9 +169,6 @@ def test_delta_is_missing():
             method()
 
 
-# ---- accountants --------------------------------------------------------------------------------
-
-
 def with_target(accountant="pld", loader_options=None, **options):
     """Returns the engine and what make_private_with_epsilon returned, for one epoch of 4 steps."""
     network, loader = parts(**(loader_options or {}))
@@ -213,9 +210,6 @@ def test_an_approximation_is_refused_where_a_guarantee_is_asked_for():
     engine = PrivacyEngine(secure_mode=True)
     with pytest.raises(ValueError, match="gdp states an approximation"):
         engine.accountant = GaussianAccountant()
-
-
-# ---- past a target ------------------------------------------------------------------------------
 
 
 def test_the_first_step_past_the_planned_ones_says_so_once():

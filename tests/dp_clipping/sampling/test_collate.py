@@ -113,9 +113,6 @@ def test_what_might_carry_the_sample_is_refused():
         empty_of(lambda samples: object(), 1)
 
 
-# ---- batches of one size -------------------------------------------------------------------------
-
-
 def padded(collate_fn, samples, rows=4, batch_dim=0):
     return PaddedCollate(collate_fn, samples[0], batch_dim=batch_dim, rows=rows)
 

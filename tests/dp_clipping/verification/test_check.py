@@ -61,9 +61,6 @@ def check_mlp(module: nn.Module | None = None, **options) -> Check:
     return run.engine.check(run.model, mlp_batch())
 
 
-# ---- what is right passes ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "case",
     zoo.parameters(
@@ -360,9 +357,6 @@ def test_on_a_gpu(dtype):
         torch.set_float32_matmul_precision(before)
 
 
-# ---- what is broken fails by name ----------------------------------------------------------------
-
-
 def break_sums(monkeypatch, factor: float, name: str) -> None:
     """One parameter's sum is too large."""
     right = Plain.sums
@@ -460,9 +454,6 @@ def test_a_bad_sample_that_is_let_in(monkeypatch):
     assert not report.ok
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 def refused(run, batch=None, message: str = "", kind=ValueError, **options) -> None:
     with pytest.raises(kind, match=message) as caught:
         run.engine.check(run.model, mlp_batch() if batch is None else batch, **options)
@@ -516,9 +507,6 @@ def sharded(context: Context) -> None:
 
 def test_sharded_models_are_refused(cpu_ranks):
     cpu_ranks.run(1, sharded)
-
-
-# ---- training never notices ----------------------------------------------------------------------
 
 
 def with_dropout() -> nn.Module:

@@ -61,9 +61,6 @@ def content() -> dict:
     return json.loads(path().read_text())
 
 
-# ---- what is chosen -----------------------------------------------------------------------------
-
-
 def test_the_fastest_is_chosen_once(timed):
     launched = []
     for _ in range(3):
@@ -127,9 +124,6 @@ def test_a_full_device_says_nothing_of_a_tile():
     assert choose() == TILES[1]
 
 
-# ---- where nothing is tuned ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_off_by_default(monkeypatch, timed, value):
     if value is None:
@@ -164,9 +158,6 @@ def test_what_is_kept_serves_a_capture(monkeypatch, timed):
     tuning.forget()
     monkeypatch.setattr(tuning, "is_current_stream_capturing", lambda: True)
     assert choose() == TILES[1]
-
-
-# ---- what is kept -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["1", "0"])
@@ -234,9 +225,6 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, timed):
     assert len(timed) == 1
 
 
-# ---- times --------------------------------------------------------------------------------------
-
-
 class Device:
     """A clock on which calls take no time, spinning takes what it is told, and the host what it
     takes: whether an event has been reached is known from that."""
@@ -285,9 +273,6 @@ def test_a_sample_that_the_host_fell_behind_is_taken_again(
     found = tuning._sample(device.call, 1, 0.01, torch.device("cuda"))
     assert device.spun == [pytest.approx(0.015 * 2**n) for n in range(spun)]
     assert found == pytest.approx(milliseconds)
-
-
-# ---- the kernels --------------------------------------------------------------------------------
 
 
 class Launches:

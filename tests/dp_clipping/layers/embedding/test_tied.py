@@ -67,9 +67,6 @@ def bound_of(norm: Norm) -> Tensor:
     return norms.bounds()[0].double().sqrt()
 
 
-# ---- on kernels
-
-
 @on_kernels()
 def test_norms_and_sums(place: Place) -> None:
     """Beside G, for one look-up and many; with Gram matrices and without, where G is smaller."""
@@ -134,9 +131,6 @@ def test_cross_terms_in_pieces(place: Place) -> None:
         across, found = cross_terms(y, a, ids, e)
         assert ((across - (rows * products).sum((1, 2))).abs() <= 1e-6 * magnitudes).all()
         torch.testing.assert_close(found, magnitudes, rtol=1e-6, atol=0)
-
-
-# ---- in private steps
 
 
 class Translator(nn.Module):

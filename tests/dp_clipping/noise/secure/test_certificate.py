@@ -38,9 +38,6 @@ def gaussian(history, delta: float) -> float:
     return high
 
 
-# ---- the sum -------------------------------------------------------------------------------------
-
-
 def _in_order(x: torch.Tensor) -> torch.Tensor:
     """Returns the float32 sum of numbers, one after the other."""
     total = torch.zeros((), dtype=torch.float32)
@@ -213,9 +210,6 @@ def test_epsilon_at_the_end_includes_it():
     assert run.engine.get_epsilon(1e-5) == forecast
 
 
-# ---- the grid ------------------------------------------------------------------------------------
-
-
 def test_rounding_moves_neighbours_apart_by_the_bound_and_no_more():
     d, std = 10_000, 1.3
     grid = grid_of(std, d)
@@ -235,9 +229,6 @@ def test_the_effective_multiplier_has_both():
         assert LARGE.effective(sigma) < sigma
     assert LARGE.effective(0) == 0
     assert math.isinf(LARGE.nominal(2000.0))
-
-
-# ---- the sampler ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kappa", [1e-5, 1e-4])
@@ -340,9 +331,6 @@ def test_neighbours_have_one_certificate_under_public_rates():
     one, other = (run.engine.privacy_statement(1e-3) for run in runs)
     assert one == other
     assert math.isfinite(one.epsilon)
-
-
-# ---- an engine -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accountant", ["pld", "prv", "rdp"])

@@ -31,9 +31,6 @@ def build(**changes):
     return saved_runs.build(**({"engine": SECURE()} | changes))
 
 
-# ---- the source ----------------------------------------------------------------------------------
-
-
 def test_the_grid_is_a_power_of_two_and_moves_sums_by_little():
     for std, dimension in [(1.0, 1), (0.7, 1474), (3e-5, 10**9), (100.0, 12345), (1.0, 4**10)]:
         grid = grid_of(std, dimension)
@@ -102,9 +99,6 @@ def test_sums_that_are_not_float32_are_refused():
     how = {"key": KEY, "step": 0, "std": 1.0, "divisor": 1.0, "dtypes": [torch.float64]}
     with pytest.raises(ValueError, match=r"float32 sums, not torch.float64: .*network.float\(\)"):
         SecureNoise(5).add([torch.zeros(5).double()], ["w"], **how)
-
-
-# ---- a run ---------------------------------------------------------------------------------------
 
 
 def step_of(mode: str, dtype: torch.dtype, secure: bool, noise: float = 1.0, **changes):
