@@ -99,7 +99,8 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
 
 def _agree_on(options: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raises ValueError on all ranks if the options of one are not those of rank 0."""
-    first, *others = told_by_all({name: repr(x) for name, x in options.items()}, group)
+    shown = {n: sorted(map(repr, x)) if isinstance(x, set) else repr(x) for n, x in options.items()}
+    first, *others = told_by_all(shown, group)
     for rank, theirs in enumerate(others, 1):
         for name in sorted(first.keys() | theirs):
             here, there = (of.get(name, "(its default)") for of in (first, theirs))

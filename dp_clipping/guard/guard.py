@@ -110,7 +110,7 @@ class LayoutDiscovery:
         """
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
-        self.constants.now = set()
+        self.constants.now = {}
         known = self._bags.of(args, kwargs)
         batch = Batch(args, kwargs, self._batch_first, known or (), self.constants, expected)
         if self._sharding is None and known is None:

@@ -16,7 +16,7 @@ not reach into compiled code.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -59,11 +59,12 @@ class LossInNetwork:
         self._batch_first, self._looks_inside = batch_first, not is_compiled
         self._places = _places_of_labels(network)  # in the arguments without a name
         self._count = 0  # losses of the forward under way
+        self._made: list[Any] = []  # their nodes in its graph
         self._batch_size = 0
 
     def per_sample(self, args: tuple, kwargs: Mapping[str, Any]) -> AbstractContextManager:
         """Returns a context in which a forward with these arguments returns losses [B], if any."""
-        self._count = 0
+        self._count, self._made = 0, []
         has_labels = any(isinstance(x, Tensor) and _is_of_labels(n) for n, x in kwargs.items())
         is_named = has_labels
         for n in self._places:
@@ -83,33 +84,40 @@ class LossInNetwork:
         if self._count:
             self._looks_inside = False
         elif self._looks_inside:
-            self._count = mode.count
+            self._count, self._made = mode.count, mode.made
         if not self._count and not is_named:
             self._places = ()  # what is called so may be no label, and looking at each call is slow
 
     def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
         """Returns outputs whose losses are made `private(losses=..)`.
 
-        It is their `loss`, or what is called so in part; of a tuple the first entry that may be
-        one; or all that is returned. Outputs without a loss of the step's samples stay as they are.
+        It is their `loss`, or what is called so in part; of a tuple the first entry that was
+        computed from a loss; or all that is returned. Other outputs stay as they are.
         """
         shape = () if not self._count else (0 if step.is_empty else step.rows,)
+        made, self._made = self._made, []
+        entries = {}
         for place, found in _entries(outputs).items():
             if isinstance(found, Tensor) and found.requires_grad and found.shape == shape:
-                if not self._count:
-                    step.has_own_loss = True
-                    return outputs
-                step.look_at(found)
-                loss = private(losses=found)
-                if isinstance(outputs, Tensor):
-                    return loss
-                if isinstance(outputs, tuple):
-                    entries = *outputs[:place], loss, *outputs[place + 1 :]
-                    return outputs._make(entries) if hasattr(outputs, "_make") else entries
-                if isinstance(outputs, MutableMapping):
-                    outputs[place] = loss
-                else:
-                    outputs.loss = loss
+                entries[place] = found
+        if len(entries) > 1 and isinstance(outputs, tuple):  # predictions [B] are no losses
+            own = {place: x for place, x in entries.items() if _is_made_of(x, made)}
+            entries = own or entries
+        for place, found in entries.items():
+            if not self._count:
+                step.has_own_loss = True
+                return outputs
+            step.look_at(found)
+            loss = private(losses=found)
+            if isinstance(outputs, Tensor):
+                return loss
+            if isinstance(outputs, tuple):
+                changed = *outputs[:place], loss, *outputs[place + 1 :]
+                return outputs._make(changed) if hasattr(outputs, "_make") else changed
+            if isinstance(outputs, MutableMapping):
+                outputs[place] = loss
+            else:
+                outputs.loss = loss
         return outputs
 
     def _rows(self) -> int:
@@ -126,10 +134,11 @@ class LossInNetwork:
 
         def per_sample(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(OF_BATCH, None)
-            size = len(tensors_of([kwargs.get("labels"), kwargs, args])[0])
+            size = len(tensors_of([kwargs.get("labels"), args, kwargs])[0])
             with PerSampleReductions(lambda: size) as mode:
                 loss = loss_function(*args, **kwargs)
             self._count += mode.count
+            self._made += mode.made
             return loss
 
         owner.loss_function = per_sample
@@ -153,6 +162,19 @@ def _entries(outputs: Any) -> dict[Any, Any]:
     if "loss" in outputs:
         return {"loss": outputs["loss"]}
     return {name: found for name, found in outputs.items() if "loss" in str(name)}
+
+
+def _is_made_of(x: Tensor, made: Sequence[Any]) -> bool:
+    """Returns whether one of these nodes is in the graph of x."""
+    wanted, seen, ahead = set(made), set(), [x.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node in wanted:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return False
 
 
 def _is_of_labels(name: str) -> bool:
@@ -192,12 +214,14 @@ class PerSampleReductions(TorchFunctionMode):
 
     Attributes:
         count: reductions so far.
+        made: their nodes in the graph.
     """
 
     def __init__(self, batch_size: Callable[[], int]):
         super().__init__()
         self._batch_size = batch_size
         self.count = 0
+        self.made: list[Any] = []
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -211,6 +235,8 @@ class PerSampleReductions(TorchFunctionMode):
         if found is None:
             return function(*args, **(kwargs or {}))
         self.count += 1
+        if not torch.compiler.is_compiling() and found.grad_fn is not None:
+            self.made.append(found.grad_fn)
         return found
 
 

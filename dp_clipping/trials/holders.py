@@ -18,7 +18,11 @@ def held_by(x: Any) -> dict[Any, Any]:
 
 def holding(x: Any, held: dict[Any, Any]) -> Any:
     """Returns a copy of a mapping or a dataclass that holds other things."""
-    made = copy.copy(x)
+    if isinstance(x, MutableMapping) and not (isinstance(x, dict) or hasattr(type(x), "__copy__")):
+        # a shallow copy would share what it keeps them in
+        made = copy.deepcopy(x, {id(value): value for value in held_by(x).values()})
+    else:
+        made = copy.copy(x)
     for key, value in held.items():
         if isinstance(made, MutableMapping):
             made[key] = value

@@ -105,7 +105,7 @@ ROWS = [
     ("the largest argument has the samples", "capture/samples/batch.py",
      "expected if expected in found else max(found)", "max(found)", BATCH_DIMENSION, "more_rows"),
     ("runs on other samples take a table for rows", "capture/samples/batch.py",
-     "known = self.now | self.seen", "known = self.seen", BATCH_DIMENSION, "more_rows"),
+     "if key in self.now or", "if", BATCH_DIMENSION, "more_rows"),
     ("rows that several samples have together pass", "guard/guard.py",
      "None if batch.bags else self.constants.changed(batch)", "None", BATCH_DIMENSION,
      "that_change"),

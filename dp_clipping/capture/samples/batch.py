@@ -1,6 +1,6 @@
 """The samples in a forward's arguments: how many there are, and arguments with others of them."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -74,11 +74,12 @@ def refuse_iterators(name: str, *trees: Any) -> None:
 class Constants:
     """Remembers arguments of a network without a row for each sample, as a mask [T, T] may be one.
 
-    One that had other rows than a batch has samples has none for the samples of later batches.
+    One that had T rows in a batch of another size has none for the samples of a batch of T either.
 
     Attributes:
-        now: keys (`Batch.key`) of those in the last forward, which are such in runs on its samples.
-        seen: those of batches whose losses were one for each sample.
+        now: key (`Batch.key`) of those in the last forward, which are such in runs on its samples
+            -> their rows.
+        seen: the same of batches whose losses were one for each sample.
     """
 
     def __init__(self) -> None:
@@ -86,18 +87,23 @@ class Constants:
 
     def forget(self) -> None:
         """Discards all of them."""
-        self.now: set[Hashable] = set()
-        self.seen: set[Hashable] = set()
+        self.now: Mapping[Hashable, int] = {}
+        self.seen: dict[Hashable, set[int]] = {}
         self._values: dict[Hashable, Tensor] = {}
 
     def keep(self) -> None:
         """Remembers those of the last forward, whose losses were one for each sample."""
-        self.seen |= self.now
+        for key, rows in self.now.items():
+            self.seen.setdefault(key, set()).add(rows)
 
     def of(self, batch: "Batch") -> frozenset[int]:
         """Returns the numbers of leaves that are such ones."""
-        known = self.now | self.seen
-        return frozenset([n for n in range(len(batch.leaves)) if batch.key(n) in known])
+        found = []
+        for n, x in enumerate(batch.leaves):
+            key = batch.key(n)
+            if key in self.now or batch.rows_of(x) in self.seen.get(key, ()):
+                found.append(n)
+        return frozenset(found)
 
     def changed(self, batch: "Batch") -> str | None:
         """Returns what is wrong with one that has more rows than there are samples, if anything.
@@ -109,7 +115,8 @@ class Constants:
             x = batch.leaves[n].detach()
             before = self._values.setdefault(batch.key(n), x.clone())
             parts = tuple(map(slice, map(min, x.shape, before.shape)))
-            if x.dim() != before.dim() or not torch.equal(x[parts], before[parts].to(x)):
+            one, other = x[parts], before[parts].to(x)
+            if x.dim() != before.dim() or not bool(((one == other) | (one != one)).all()):
                 return OTHER_VALUES.format(shape=tuple(x.shape), size=batch.size)
         return None
 
@@ -127,7 +134,7 @@ class Batch:
     Attributes:
         size: number of samples.
         leaves: the leaves of the arguments.
-        others: keys of leaves of no samples, without those that `constants` knows.
+        others: key of each leaf of no samples -> its rows.
     """
 
     def __init__(
@@ -141,7 +148,9 @@ class Batch:
             self.leaves, self._structure = opened((args, kwargs))
         is_known = constants is not None and (constants.now or constants.seen)
         self._constant = constants.of(self) if constants and is_known else frozenset[int]()
-        self.others: set[Hashable] = set()
+        self.others: dict[Hashable, int] = {}
+        for n in self._constant:  # a comprehension is a call
+            self.others[self.key(n)] = self.rows_of(self.leaves[n]) or 0
         self.size = self._size_of_bags() if bags else self._size(expected)
 
     def _size(self, expected: int | None) -> int:
@@ -176,7 +185,7 @@ class Batch:
         size = 0 if 0 in found else expected if expected in found else max(found)
         for n, rows in (more | vectors).items():
             if rows not in (0, 1, size):
-                self.others.add(self.key(n))
+                self.others[self.key(n)] = rows
         return size
 
     def _size_of_bags(self) -> int:

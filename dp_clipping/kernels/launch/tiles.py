@@ -140,7 +140,6 @@ def kept_table_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
 _kept_table_on = lru_cache(maxsize=4096)(table_on)
 
 
-#
 # Triton binds the arguments of each launch, derives from their types, alignment and values which
 # compiled variant serves them, and makes its key a string: 18 µs in Python, 11 with `launch`, which
 # a step of a hundred launches waits for. All of it follows from what `launch` looks up at once.

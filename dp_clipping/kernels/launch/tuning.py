@@ -197,7 +197,6 @@ def _runs(run: Launch, tile: Tile) -> bool:
     return True
 
 
-#
 # Calls are interleaved in rounds, so that a change of the clock affects all of them. A sample is a
 # number of calls behind a kernel that only spins: the host runs ahead, and what is timed is the
 # device, not Python. One that a busy host has fallen behind is taken again. Each call is given its

@@ -91,6 +91,12 @@ FORMS = {  # what is returned, and where the loss is in it
     "tuple, later": (lambda y, labels: (y, F.cross_entropy(y, labels), y), lambda out: out[1]),
     "named tuple": (lambda y, z: Returned(y, F.cross_entropy(y, z)), lambda out: out.loss),
     "alone": (F.cross_entropy, lambda out: out),
+    "beside a number of each sample": (
+        lambda y, z: (y.sum(1), F.cross_entropy(y, z)), lambda out: out[1]
+    ),
+    "before a number of each sample": (
+        lambda y, z: (F.cross_entropy(y, z), y.sum(1)), lambda out: out[0]
+    ),
     "dict": (lambda y, labels: {"loss": F.cross_entropy(y, labels)}, lambda out: out["loss"]),
     "dict of several": (
         lambda y, z: {"loss_a": F.cross_entropy(y, z), "y": y, "b_loss": F.cross_entropy(-y, z)},

@@ -2,6 +2,7 @@
 
 import copy
 from collections import UserDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import pytest
@@ -85,7 +86,30 @@ class Reads(nn.Module):
         return self.linear(given if isinstance(given, Tensor) else self.read(given)).tanh()
 
 
+class Kept(MutableMapping):
+    """Keeps what it holds in a dict, which a shallow copy shares."""
+
+    def __init__(self, **held):
+        self._held = held
+
+    def __getitem__(self, key):
+        return self._held[key]
+
+    def __setitem__(self, key, value):
+        self._held[key] = value
+
+    def __delitem__(self, key):
+        del self._held[key]
+
+    def __iter__(self):
+        return iter(self._held)
+
+    def __len__(self):
+        return len(self._held)
+
+
 HOLDERS = {
+    "mapping of its own": (lambda x: Kept(x=x), lambda given: given["x"]),
     "dataclass": (lambda x: Output(x), lambda given: given.logits),
     "mapping": (lambda x: UserDict(x=[x]), lambda given: given["x"][0]),
     "dict of its own": (lambda x: Named(x=x), lambda given: given.x),
@@ -164,7 +188,7 @@ def test_what_is_expected_comes_before_what_is_largest():
     assert size(5, torch.ones(0, 2), mask) == 0
     assert size(5, torch.ones(3, 2), mask) == size(None, torch.ones(3, 2), mask) == 7
     batch = Batch((torch.ones(3, 2), mask, mask[0], 2), {}, True, expected=3)
-    assert batch.others == {batch.key(1), batch.key(2)}
+    assert batch.others == {batch.key(1): 7, batch.key(2): 7}
 
 
 def test_rows_of_a_batch_of_another_size_are_of_no_sample():
@@ -181,6 +205,7 @@ def test_rows_of_a_batch_of_another_size_are_of_no_sample():
     run(found(5, table))
     assert len(found(3, table).rows()) == len(found(2, table[:2]).rows()) == 1  # in other runs
     assert found(5, table).first(2).size == 2  # it is not the largest one either
+    constants.now = {}
     run(found(3, table))
     constants.keep()
     assert not constants.seen  # the losses of the batch before were others
@@ -189,10 +214,11 @@ def test_rows_of_a_batch_of_another_size_are_of_no_sample():
     assert len(found(3, table).rows()) == 2
     run(found(5, table))
     constants.keep()
-    constants.now = set()
+    constants.now = {}
     for size in (2, 3, 4):
         assert found(size, table).size == size
-        assert len(found(size, torch.ones(size, 2)).rows()) == 1
+        # Rows that it has not had before may be of samples.
+        assert len(found(size, torch.ones(size, 2)).rows()) == (1 if size == 3 else 2)
     assert len(found(3, named=table).rows()) == 2  # another argument
     constants.forget()
     assert len(found(3, table).rows()) == 2
