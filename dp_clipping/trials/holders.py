@@ -1,4 +1,4 @@
-"""What mappings and dataclasses hold, and copies of them that hold other things."""
+"""Opens mappings and dataclasses, and makes copies of them that hold other things."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ def held_by(x: Any) -> dict[Any, Any]:
 def holding(x: Any, held: dict[Any, Any]) -> Any:
     """Returns a copy of a mapping or a dataclass that holds other things."""
     if isinstance(x, MutableMapping) and not (isinstance(x, dict) or hasattr(type(x), "__copy__")):
-        # a shallow copy would share what it keeps them in
+        # A shallow copy would share the dict that it keeps them in.
         made = copy.deepcopy(x, {id(value): value for value in held_by(x).values()})
     else:
         made = copy.copy(x)

@@ -152,7 +152,7 @@ def activation_checkpointing(context: Context, name: str) -> None:
 
 
 def there_before_wrap(context: Context, name: str) -> None:
-    """What a network has in `.grad` when it is wrapped is part of the first step."""
+    """Tests that gradients from before `wrap` are part of the first step."""
     network = Chain().to(context.device)
     for p in network.parameters():
         p.grad = torch.full_like(p, 1.0 + context.rank)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import ddp
 from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, wrapped
@@ -164,7 +166,7 @@ def lazy(context: Context, name: str) -> None:
 
 
 def not_wrapped(context: Context, name: str) -> None:
-    """What is no network with values of its own, on one rank only, and still refused on all."""
+    """Refuses on all ranks a network that has no values of its own on one of them."""
     for where, change, message in [
         ("bias", lambda b: b.to("meta"), r"bias is on the meta device: call network\.to_empty"),
         ("table", lambda t: t.expand(2, 3), r"table has elements in one place.*by clone\(\)"),
@@ -281,3 +283,14 @@ def test_a_learners_variant_passes_every_behaviour_test(tmp_path: Path):
     plug_in.write_text(PLUG_IN.replace("self.gradient(i).div_(self.world_size)", "pass"))
     run = pytest_on(plug_in, ["tests/ddp"], "-x")
     assert run.returncode == 1, run.stdout
+
+
+def test_the_order_of_a_set_is_no_other_option():
+    """It differs between processes, as here between two ways to make one."""
+    one, other = {0, 8}, {8, 0}
+    assert repr(one) != repr(other)
+    told = []
+    with patch.object(ddp, "told_by_all", lambda options, _: told.append(options) or [options]):
+        for units in (one, other):
+            ddp._agree_on({"units": units}, None)
+    assert told[0] == told[1]

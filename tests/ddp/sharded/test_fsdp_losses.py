@@ -44,7 +44,7 @@ def keeping_loss(model: nn.Module, rank: int) -> Tensor:
 
 @on_ranks(2)
 def test_the_loss_depends_on_what_blocks_keep(context: Context) -> None:
-    """As the balance of experts does; the first forwards are an evaluation."""
+    """Tests a loss that blocks keep, as experts keep their balance, after an evaluation."""
     network = Network()
     network.blocks = nn.ModuleList(Keeping() for _ in range(3))
     pair = Beside(context, "fsdp", network)

@@ -105,8 +105,8 @@ def test_products_where_factors_are_kept(mode):
     [("bookkeeping", 2, 2), ("ghost", 2, 2), ("bookkeeping", 12, 1), ("per_sample", 12, 1)],
 )
 def test_products_in_float32(mode, tokens, times):
-    """Where factors are kept, a few samples' gradients are formed at a time, to be normed and
-    again to be summed; else once, and they are kept."""
+    """Counts products. With factors kept, gradients of a few samples at a time are formed twice, to
+    be normed and to be summed; otherwise once, and kept."""
     net = zoo.seeded(lambda: zoo.mlp(17, 19, 23))
     products = products_of(net, zoo.numbers(4, tokens, 17, out=(tokens, 23)), mode)
     assert products.count(4, 19, 17) == products.count(4, 23, 19) == times

@@ -25,7 +25,7 @@ def owner(function, **members) -> nn.Module:
 
 
 def searched(network: nn.Module, is_whole: bool = False) -> tuple[Capture, tuple, tuple]:
-    """Where the samples are is known; modules with bare parameters are under vmap `is_whole`."""
+    """Finds where the samples are; `is_whole`: modules with bare parameters run on all of them."""
     capture = Capture(network)
     if is_whole:
         capture.make_whole([h for h in capture.handles if h.kind == "vectorized"])

@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def nothing(*_: object) -> None:
-    """What a case leaves out."""
+    """Does nothing, where a case leaves a part out."""
 
 
 class Network(nn.Module):

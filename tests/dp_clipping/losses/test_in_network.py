@@ -55,6 +55,15 @@ def test_gradients_are_those_of_single_samples(kind, wrap_model):
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling")
+def test_positions_beside_labels_are_no_samples():
+    """They come first among what the network gives its loss function by name."""
+    batch = batch_of("gpt2", 5)
+    model, optimizer = made_private(language_model("gpt2"))
+    model(**batch, cache_position=torch.arange(batch["input_ids"].shape[1])).loss.backward()
+    assert len(optimizer.model.per_sample_gradient_norms) == 5
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling")
 def test_printed_it_is_the_mean_over_samples_and_evaluation_is_the_networks_own():
     network, batch = language_model("gpt2"), batch_of("gpt2", 5)
     plain = copy.deepcopy(network)

@@ -229,6 +229,7 @@ def test_rows_of_a_batch_of_another_size_are_of_no_sample():
     [
         (TABLE, False), (TABLE[:3], False), (torch.cat((TABLE, TABLE)), False),
         (TABLE + 1, True), (TABLE[1:], True), (TABLE[:2] + 1, False),
+        (TABLE * torch.nan, True),
     ],
 )  # fmt: skip
 def test_more_rows_than_samples_are_the_same_in_all_batches(later, is_refused):
@@ -239,6 +240,13 @@ def test_more_rows_than_samples_are_the_same_in_all_batches(later, is_refused):
 
     assert changed(TABLE) is None
     assert ("other values" in (changed(later) or "")) is is_refused
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, True, 3])
+def test_a_table_of_any_values_is_the_same_in_all_batches(value):
+    constants, table = Constants(), torch.full((4, 2), value)
+    for _ in range(2):
+        assert constants.changed(Batch((torch.ones(2, 3), table), {}, True, expected=2)) is None
 
 
 def test_vectors_are_compared_beside_vectors_alone():
