@@ -23,6 +23,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import (
+    accumulation_hooks,
     any_compiled,
     any_size,
     every_module,
@@ -108,6 +109,12 @@ class CapturedNetwork(ABC):
             owners = {p: owner_of(module, name) for p, name in names.items()}
             note = partial(self._note_leaves, owners)
             self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+
+    def hooks_after_accumulation(self, is_wrapped: bool) -> list[dict]:
+        """Returns those of each parameter; [] with a data-parallel wrapper, which may have some."""
+        if is_wrapped:
+            return []
+        return [hooks or {} for hooks in map(accumulation_hooks, self.parameters)]
 
     @abstractmethod
     def make_whole(self, handles: Collection[LayerState]) -> None:

@@ -43,7 +43,7 @@ from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
-from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
+from dp_clipping.validation import refuse_packed
 
 
 class ForwardBackward:
@@ -74,7 +74,6 @@ class ForwardBackward:
         self._carried, self._left = self._establishment.carried, LeftInArguments()
         self.constants = self._establishment.constants
         self.reader = InputReader(context, state, self._establishment, self.recover)
-        self._normalizations = normalizations(self.network)
         self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._compared = Schedule()  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
@@ -135,7 +134,7 @@ class ForwardBackward:
                 "(below 2.13) cannot tell FSDP2: it would compute with old parameters; load the "
                 "last checkpoint in a new process"
             )
-        self._refuse_other_settings()
+        self.capture.layers.check()
         has_objects = hold_objects(args, kwargs)  # which a forward may write to
         before = Objects(args, kwargs) if has_objects else None
         inputs = self.reader.of(args, kwargs, has_objects, self.padding)
@@ -163,11 +162,6 @@ class ForwardBackward:
         if before is not None:
             self._left.note(given.args, given.kwargs, before)
         return output
-
-    def _refuse_other_settings(self) -> None:
-        """Raises ValueError if a setting of a layer is another one than at `make_private`."""
-        check_still_fixed(self._normalizations)
-        self.capture.arithmetic.refuse_changes()
 
     def _run(
         self, module: nn.Module, inputs: Inputs, objects: Objects | None,
@@ -297,7 +291,7 @@ class ForwardBackward:
 
     def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
         """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""
-        self._refuse_other_settings()
+        self.capture.layers.check()
         samples = self.state.ticket.samples
         self._establishment.skip_checks(1)
         self._drop_pending()

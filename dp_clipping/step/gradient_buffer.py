@@ -8,8 +8,8 @@
     finish           (this rank's shard of) the sum of all ranks
     apply            that sum with noise, in the parameter's own dtype
 
-`watch` detects other changes of `.grad`, `parameters` those that were replaced or frozen; `hooks`
-has users' hooks on parameters.
+`watch` detects other changes of `.grad`, `parameters` those that were replaced, frozen or given
+hooks; `hooks` has users' own.
 
 Sums come from a private step and go to the optimizer. A step may have several backwards. Under the
 wrapper's `no_sync`, sums stay on their rank until a backward outside of it, or `finish`, sends
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.fixed_parameters import FixedParameters
+from dp_clipping.capture.unchanged import UnchangedParameters
 from dp_clipping.clipping.accumulation import accumulation_dtype
 from dp_clipping.distributed.placement import Piece
 from dp_clipping.layers.recorder import Trainable
@@ -41,7 +41,7 @@ class GradientBuffer:
         wrapper: the `ddp` wrapper, which receives each sum; None: there is none.
 
     Attributes:
-        parameters: raises if one was frozen or replaced.
+        parameters: raises if one was frozen, replaced or given a hook.
         hooks: calls users' hooks on parameters.
         watch: raises if `.grad` is not the sum of private backwards.
     """
@@ -49,7 +49,6 @@ class GradientBuffer:
     def __init__(self, context: StepContext, state: StepState, wrapper: nn.Module | None):
         self.context, self.state, self.wrapper = context, state, wrapper
         self.capture = context.capture
-        self.parameters = FixedParameters(context.capture)
         is_divided = context.sums is not None or hasattr(wrapper, "gradient_pieces")
         is_wrapped = wrapper is not None or context.sums is not None
         self.hooks = GradientHooks(context.capture, is_wrapped, is_divided)
@@ -66,7 +65,7 @@ class GradientBuffer:
                 context.departures.send = wrapper.gradient_ready
         self._widen()
         self.watch = GradientWatch(context.capture, context.sums, state)
-        self.hooks.note()
+        self.parameters = UnchangedParameters(context.capture, is_wrapped)
 
     def remove(self) -> None:
         """Detaches the buffer: autograd and the wrapper fill `.grad` again, as before.
@@ -90,7 +89,6 @@ class GradientBuffer:
             ValueError: the last step's gradients are still there.
         """
         self.parameters.check()
-        self.hooks.refuse_later()
         self.watch.begin()
         if self.state.is_open:
             return
