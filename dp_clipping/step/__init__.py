@@ -10,7 +10,6 @@ Files:
     sums/                 norms and clipped sums of what layers leave in its backward
     state                 phase, settings, norms and counts of a step, in one place
     gradient_buffer       `.grad` from `zero_grad` to the next, and what else changes it
-    gradient_noise        adds noise to `.grad`, and divides it
+    gradient_noise        adds noise to `.grad`, and divides it, by settings of the step
     gradient_hooks        users' hooks on parameters, called with the noisy gradient
-    fixed_settings        σ and divisor of a step, the same on all ranks
 """
