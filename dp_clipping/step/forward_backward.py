@@ -112,7 +112,8 @@ class ForwardBackward:
                 put a normalization in training that was accepted because it was frozen.
             RuntimeError: an earlier step of a sharded network failed half-way.
         """
-        self._left.refuse(args, kwargs)
+        if self._left.noted:
+            self._left.refuse(args, kwargs)
         given = packed_in((args, kwargs)) if hold_objects(args, kwargs) else []
         self._has_packed = bool(given)
         if not given:
@@ -139,12 +140,17 @@ class ForwardBackward:
         before = Objects(args, kwargs) if has_objects else None
         inputs = self.reader.of(args, kwargs, has_objects, self.padding)
         given, seen = inputs.given, inputs.seen
-        ensure = partial(self._establishment.ensure, seen)
-        check = self.reader.own_errors_first(ensure, given.args, given.kwargs, given.size)
+        check = None
+        if inputs.is_due:
+            ensure = partial(self._establishment.ensure, seen)
+            check = self.reader.own_errors_first(ensure, given.args, given.kwargs, given.size)
+        else:
+            self._establishment.skip_checks(1)
         lengths = self.reader.lengths(inputs, self._repacking)
         objects = before if given.size or not has_objects else Objects(inputs.args, inputs.kwargs)
         private_step, output, mark = self._run(module, inputs, objects, sync)
-        self._carried.check(mark, seen, "a forward in training")
+        if changes := mark.changes():
+            self._carried.check(changes, mark, seen, "a forward in training")
         private_step.end_forward()
         self.state.pending = private_step
         if self.state.usage.is_part(given.size):
@@ -354,8 +360,9 @@ class ForwardBackward:
             if meaning is None:
                 raise
             raise meaning from error
-        if mark.changes():
-            self._carried.check(mark, private_step.seen, "a backward", around=self._repacking)
+        if changes := mark.changes():
+            seen, around = private_step.seen, self._repacking
+            self._carried.check(changes, mark, seen, "a backward", around=around)
         if private_step.checks:
             with self.state.refused_together():
                 for check in private_step.checks:
