@@ -50,9 +50,10 @@ class Attached:
         capture, private_step = self._capture, self._private_step
         self._outer, capture.attached_step = capture.attached_step, private_step
         self._before = {h: (h.private_step, h.slots) for h in capture.handles}
+        made = {} if private_step is None else private_step.slots
         for handle in capture.handles:
             handle.private_step = private_step
-            handle.slots = {} if private_step is None else private_step.slots[handle.name]
+            handle.slots = made.get(handle.name, {})
 
     def __exit__(self, *_: object) -> None:
         outer = self._capture.attached_step = self._outer

@@ -74,7 +74,8 @@ class ForwardBackward:
         self._carried, self._left = self._establishment.carried, LeftInArguments()
         self.constants = self._establishment.constants
         self.reader = InputReader(context, state, self._establishment, self.recover)
-        self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
+        kinds = {(p.device, p.dtype) for p in self.capture.parameters}
+        self._is_fused = context.policy.fused and all(starmap(available, kinds))
         self._compared = Schedule()  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
@@ -388,11 +389,9 @@ class ForwardBackward:
         kept = Kept()
         kept.reads_values = inputs.is_looked_at
         uses = Uses(samples, kept)
-        is_fused = context.policy.fused
-        if is_fused and not all(starmap(available, self._kinds)):
-            say_plain(context.mode)
-            is_fused = False
-        if not is_fused:
+        if not self._is_fused:
+            if context.policy.fused:
+                say_plain(context.mode)
             return Plain(context, samples, uses, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and inputs.is_compiled:

@@ -44,7 +44,7 @@ from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
-from dp_clipping.layers.embedding.factors import TiedFactors
+from dp_clipping.layers.embedding.module import TiedFactors
 from dp_clipping.layers.linear_factors import inner_products
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 

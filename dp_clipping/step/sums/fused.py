@@ -40,8 +40,9 @@ from dp_clipping.kernels.squared_norms import (
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution
-from dp_clipping.layers.embedding.factors import TiedFactors
+from dp_clipping.layers.embedding.module import TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens
+from dp_clipping.layers.norm import plain_gradients
 from dp_clipping.layers.projection import precision_of
 from dp_clipping.layers.recorder import (
     DENSE,
@@ -287,7 +288,7 @@ class Fused(Work):
             if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
                 results = norm_layer_gradients(uses)
             else:  # in the interpreter
-                results = [use.plain(torch.float32) for use in uses]
+                results = [plain_gradients(use, torch.float32) for use in uses]
         return [
             (record, gradients)
             for left, formed in zip(normalized, results, strict=True)
@@ -301,7 +302,7 @@ class Fused(Work):
         records = [record for k in groups for record in members[k]]
         refuse_repeated(norms.table, self.counts, records)
         squared = None
-        if norms.split.is_split:
+        if norms.split is not None:
             squared, bounds = norms.squares_and_bounds()
             self._scale = self._of_bounds(bounds, groups)
         elif not is_all or self.kept or self.recomputed:

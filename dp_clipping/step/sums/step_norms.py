@@ -21,20 +21,22 @@ class StepNorms:
 
     Attributes:
         table: the norms that have been taken.
-        split: what other ranks have to add.
+        split: what other ranks have to add; None: they have other samples.
     """
 
     def __init__(self, context: Any, batch_size: int):
         capture = context.capture
         self._order = list(reversed(capture.trained))  # as backward reaches them
         self._reducer, self._timer = context.reducer, context.timer
-        self.split = SplitNorms(self._reducer, context.sharding)
+        self.split: SplitNorms | None = None
+        if self._reducer.splits_parameters:
+            self.split = SplitNorms(self._reducer, context.sharding)
         zero = torch.zeros(batch_size, dtype=torch.float32, device=capture.trigger.device)
         self.table = Norms(len(capture.members), zero, self._timer.part, on_device)
         self._partial: Layerwise | None = None
         self._left: set[Trainable] = set()  # whose norms are in it
         self._parts: list[Tensor] = []  # squared norms of this rank's parts, to be added up
-        if self.split.is_split and self._reducer.mode == "layerwise":
+        if self.split is not None and self._reducer.mode == "layerwise":
             self._partial = self._reducer.layerwise(self._order, self._own_table)
 
     @property
@@ -60,7 +62,7 @@ class StepNorms:
 
     def squares_and_bounds(self) -> tuple[Tensor, Tensor]:
         """Returns squared norms, and upper bounds for what is summed: [K, B] of whole samples."""
-        if not self.split.is_split:
+        if self.split is None:
             squared = self.table.squared()
             return squared, squared if self.table.is_exact else self.table.bounds()
         with self._timer.phase("norm_all_reduce"):

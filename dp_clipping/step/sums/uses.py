@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, accumulation_dtype, stored_dtype
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors, TiedFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.norm import plain_gradients
 from dp_clipping.layers.projection import Linear, gradients_of
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, NORMALIZED, Joint, Trainable
 from dp_clipping.torch_compat import version_of
@@ -151,7 +152,7 @@ def gradients_left(
         return gradients_of_tokens(records, y, a, site)
     if kind is NORMALIZED:
         use, own = value
-        formed = use.plain(accumulation_dtype(use.x.dtype))
+        formed = plain_gradients(use, accumulation_dtype(use.x.dtype))
         return [
             (record, gradients.view(batch_size, *record.shape))
             for record, gradients in zip(own, formed, strict=True)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dp_clipping.clipping.norms import Norm, Norms
 from dp_clipping.layers import linear_factors
 from dp_clipping.layers.embedding import tied
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors, TiedFactors
 from dp_clipping.layers.embedding.tied import TiedTokens, cross_terms
 from dp_clipping.layers.linear_factors import LinearFactors
 from tests.dp_clipping.conftest import clipped_sums, trained, unchecked

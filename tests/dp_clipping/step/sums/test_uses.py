@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.capture.checks.kept import Kept
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Joint, Trainable
