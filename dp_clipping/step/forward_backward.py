@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.kept import Kept
+from dp_clipping.capture.checks.kept import KeptValues
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
@@ -34,10 +34,10 @@ from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.inputs import OF_ZEROS, InputReader, Inputs, shown
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
+from dp_clipping.step.sums.backward_state import Kept
 from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans
-from dp_clipping.step.sums.plain import Plain
-from dp_clipping.step.sums.uses import Uses
+from dp_clipping.step.sums.plain import Plain, Uses
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
 from dp_clipping.trials.objects import Objects
@@ -386,8 +386,7 @@ class ForwardBackward:
         context, each = self.context, inputs.examples_per_unit
         samples = inputs.batch.size // each
         padding = None if inputs.padding is None else inputs.padding[::each]
-        kept = Kept()
-        kept.reads_values = inputs.is_looked_at
+        kept = Kept(KeptValues() if inputs.is_looked_at else None)
         uses = Uses(samples, kept)
         if not self._is_fused:
             if context.policy.fused:
