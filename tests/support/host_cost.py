@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 import dp_clipping
 from dp_clipping import PrivacyEngine
 from dp_clipping.kernels.launch import tiles
-from dp_clipping.noise import kernel as noise
+from dp_clipping.noise import gaussian as noise
 
 WARM_UP, STEPS = 9, 30
 DEVICE = "no device"  # under which kernels are kept: real ones have numbers

@@ -178,11 +178,12 @@ class Fused(Work):
         of_convolutions: list[Trainable] = []
         tables: list[Tokens] = []
         of_tables: list[Trainable] = []
-        most = packed_at_a_time(self._held - allocated(self._device))
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
             if type(value) is convolution.Factors:
+                if not convolutions:
+                    most = packed_at_a_time(self._held - allocated(self._device))
                 convolutions.append(ConvolutionFactors(value, most))
                 of_convolutions.append(record)
                 del left, value
@@ -299,7 +300,8 @@ class Fused(Work):
         members, norms = self.context.capture.members, self.norms
         is_all = len(groups) == len(members)
         records = [record for k in groups for record in members[k]]
-        refuse_repeated(norms.table, self.counts, records)
+        if self.counts:
+            refuse_repeated(norms.table, self.counts, records)
         squared = None
         if norms.split is not None:
             squared, bounds = norms.squares_and_bounds()
