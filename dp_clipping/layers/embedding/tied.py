@@ -39,10 +39,10 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import SUM_ROUNDING, wide_product
 from dp_clipping.clipping.norms import GRAM_ROUNDING, LOST, Norm
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.layers.embedding.module import TiedFactors
 from dp_clipping.layers.linear_factors import inner_products

@@ -25,7 +25,7 @@ from dp_clipping.clipping.coefficients import (
     finite_samples,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
-from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
+from dp_clipping.kernels.coefficients import Coefficients, clip_coefficients, squared_bounds
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.packing import packed_at_a_time
 from dp_clipping.kernels.embedding import Tokens, token_sums
@@ -33,7 +33,6 @@ from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
-from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import (
     squared_norms,
     squares_of_products,
