@@ -11,9 +11,9 @@ from dp_clipping.capture.samples.batch import Batch, Shapes, hold_objects, tenso
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
 from dp_clipping.guard.losses import Criterion
-from dp_clipping.guard.state import State
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
+from dp_clipping.trials.objects import State
 from dp_clipping.trials.randomness import same_randomness
 
 OF_SHARED = (

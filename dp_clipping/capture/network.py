@@ -84,7 +84,7 @@ class CapturedNetwork(ABC):
         members: the records of each clipping group.
         trigger: one parameter's trigger; see `Trainable`.
         sharding: how the network is spread over ranks; None: it is not.
-        state: a `guard.state.State` of the network, which `guard.guard` sets, or None.
+        state: a `trials.objects.State` of the network, which `guard.guard` sets, or None.
         attached_step: the private step that layers' calls belong to now, or None.
         copied: parameters whose copies a module computes with -> the module, and its name there.
     """

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.torch_compat import tensors_in
-from dp_clipping.trials.objects import DEPTH, MISSING, PLAIN, Change, Objects, is_freed, is_opened
+from dp_clipping.trials.objects import DEPTH, Mark, Objects, State, is_freed
 from dp_clipping.trials.perturb import Perturbed
+from dp_clipping.trials.places import MISSING, PLAIN, Change, is_opened
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen, Summary
 from dp_clipping.trials.tolerances import REPEATED

@@ -36,11 +36,11 @@ from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
-from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import tensors_in
+from dp_clipping.trials.objects import State
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.schedule import Schedule
 

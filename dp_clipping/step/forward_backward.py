@@ -21,7 +21,6 @@ from dp_clipping.capture.samples.packed import opened, packed, packed_in, repack
 from dp_clipping.guard.carried import LeftInArguments
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.losses import Watched, viewed
-from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, on_device
 from dp_clipping.layers.batch_layout import LayoutUnknown
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
@@ -40,7 +39,7 @@ from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.plain import Plain, Uses
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
-from dp_clipping.trials.objects import Objects
+from dp_clipping.trials.objects import Mark, Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
 from dp_clipping.validation import refuse_packed

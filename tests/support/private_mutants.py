@@ -722,7 +722,7 @@ ROWS = [
     ("backwards of a step are one", "runs/steps.py", ", len(state.norms))", ")", CERTIFICATE),
     ("parts that were joined are believed", "runs/steps.py",
      "        largest = None  # parts were put together again\n", "        pass\n", CERTIFICATE),
-    ("a trial leaves what it wrote", "guard/state.py",
+    ("a trial leaves what it wrote", "trials/objects.py",
      "            objects.put_back()\n", "            pass\n", OBJECTS, "real_forward"),
     ("a plain call finds what a failed one has left", "capture/vmap_trial.py",
      "            self._is_as_in_steps = False\n            start.put_back()\n",

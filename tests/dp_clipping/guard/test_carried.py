@@ -8,7 +8,7 @@ from torch import nn
 
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.guard.carried import Carried, Restored
-from dp_clipping.guard.state import State
+from dp_clipping.trials.objects import State
 
 
 class Network(nn.Module):
