@@ -92,29 +92,31 @@ class UnchangedParameters:
 
     def check(self) -> None:
         """Raises RuntimeError if trainable parameters, or their hooks, are others than before."""
-        self._check_parameters()
-        own = self.capture.parameters
-        if any(map(gradient_hooks, own)) or sum(map(len, self._hooks)) > self._count:
-            counts = map(len, self.capture.hooks_after_accumulation(self._is_wrapped))
-            found = list(filter(gradient_hooks, own))
-            found += [p for p, n in zip(own, counts, strict=False) if n > 1]
-            names = ", ".join(self.capture.names[p] for p in found[:5])
-            raise RuntimeError(
-                f"{names} was given a hook after make_private, which is not called "
-                "with the noisy gradient: remove it, and call Tensor.register_hook before "
-                "make_private, or change .grad between optimizer.pre_step() and optimizer.step()"
-            )
-
-    def _check_parameters(self) -> None:
         for parameter, dtype in self._dtypes:
             if parameter.dtype != dtype:
                 raise RuntimeError(
                     f"{self.capture.names[parameter]} was {dtype} at make_private and is "
                     f"{parameter.dtype} now: convert the network before make_private"
                 )
-        flags_hold = list(map(IS_TRAINED, self._parameters.values())) == self._flags
-        if flags_hold and self._holds():
-            return
+        flags = list(map(IS_TRAINED, self._parameters.values()))
+        names, objects = self._hold()
+        known_names, known = self._held
+        if flags != self._flags or names != known_names or not all(map(is_, objects, known)):
+            self._refuse_others()
+        own = self.capture.parameters
+        if any(map(gradient_hooks, own)) or sum(map(len, self._hooks)) > self._count:
+            counts = map(len, self.capture.hooks_after_accumulation(self._is_wrapped))
+            found = list(filter(gradient_hooks, own))
+            found += [p for p, n in zip(own, counts, strict=False) if n > 1]
+            hooked = ", ".join(self.capture.names[p] for p in found[:5])
+            raise RuntimeError(
+                f"{hooked} was given a hook after make_private, which is not called "
+                "with the noisy gradient: remove it, and call Tensor.register_hook before "
+                "make_private, or change .grad between optimizer.pre_step() and optimizer.step()"
+            )
+
+    def _refuse_others(self) -> None:
+        """Raises RuntimeError if a parameter was frozen, unfrozen or replaced by another tensor."""
         named = dict(self.network.named_parameters())
         changed = {
             name: "trainable" if p.requires_grad else "frozen"
@@ -147,12 +149,6 @@ class UnchangedParameters:
         ]
         names = [*map(len, dicts), *chain.from_iterable(dicts)]
         return names, list(chain.from_iterable(map(dict.values, dicts)))
-
-    def _holds(self) -> bool:
-        """Returns whether the same modules have the same parameters and children."""
-        names, objects = self._hold()
-        known_names, known = self._held
-        return names == known_names and all(map(is_, objects, known))
 
     def _stands_for(self, now: Tensor | None, before: Parameter) -> bool:
         """Returns whether a tensor is the parameter, or what FSDP has put in its place."""

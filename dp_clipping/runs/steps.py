@@ -98,7 +98,7 @@ def release_of(run: PrivateRun) -> Release:
         run.keys.fingerprint,
         optimizer.steps,
         sigma=state.settings.noise_multiplier if is_private else 0.0,
-        rate=run.settings["sample_rate"] * optimizer.accumulated_iterations,
+        rate=run.settings["sample_rate"],
         clip_norms=tuple(state.clip_norms) if is_private else (),
         batch_number=state.batch_number,
         settings=(state.settings, settings_of(optimizer), public_of(run.criterion)),
