@@ -25,7 +25,6 @@ from dp_clipping.kernels.small_table import is_small, table_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.handle import LayerState, forward_of
-from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.recorder import CHANGED, FACTORS, LOOK_UP_SLOTS
 
 SETTINGS = attrgetter("padding_idx")
@@ -209,32 +208,3 @@ class EmbeddingFactors:
         """Returns zeros for the samples that are not `good` [B]."""
         y = only(self.y, good if self.samples is None else good[self.samples])
         return EmbeddingFactors(self.ids, y, self.vocabulary, self.samples, self.batch_size)
-
-
-class TiedFactors(LinearFactors):
-    """Factors of a weight [V, d] that is in products too, as that of a language model's head.
-
-    G of a few samples is formed at a time, normed, and summed, as of many tokens; `tied` forms
-    none.
-
-    Args:
-        products: a [B, T, d], and output gradients y [B, T, V].
-    """
-
-    held = attrgetter("a", "y", "look_ups.ids", "look_ups.y")
-
-    def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
-        super().__init__(products.a, products.y, products.transposed)
-        self.look_ups, self.is_one_token, self.accumulates = look_ups, False, True
-
-    def gradients(self, part: slice) -> Tensor:
-        """Returns G of some samples."""
-        gradients = super().gradients(part)
-        sums, samples, tokens = self.look_ups.distinct()
-        mine = (samples >= part.start) & (samples < part.stop)
-        rows, own = (samples[mine] - part.start, tokens[mine]), sums[mine].to(gradients.dtype)
-        return gradients.index_put_(rows, own, accumulate=True)
-
-    def only(self, good: Tensor) -> "TiedFactors":
-        """Returns zeros for the samples that are not `good` [B]."""
-        return TiedFactors(super().only(good), self.look_ups.only(good))

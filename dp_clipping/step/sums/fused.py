@@ -39,8 +39,7 @@ from dp_clipping.kernels.squared_norms import (
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution
-from dp_clipping.layers.embedding.module import TiedFactors
-from dp_clipping.layers.embedding.tied import TiedTokens
+from dp_clipping.layers.embedding.tied import TiedFactors, TiedTokens
 from dp_clipping.layers.norm import plain_gradients
 from dp_clipping.layers.projection import precision_of
 from dp_clipping.layers.recorder import (

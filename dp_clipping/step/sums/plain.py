@@ -25,11 +25,11 @@ from dp_clipping.clipping.accumulation import (
     weighted_sum,
 )
 from dp_clipping.clipping.coefficients import coefficients, finite_samples
-from dp_clipping.layers.embedding.module import EmbeddingFactors, TiedFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
+from dp_clipping.layers.embedding.tied import TiedFactors
 from dp_clipping.layers.handle import Site
-from dp_clipping.layers.linear_factors import LinearFactors
 from dp_clipping.layers.norm import plain_gradients
-from dp_clipping.layers.projection import Linear, gradients_of
+from dp_clipping.layers.projection import Linear, LinearFactors, gradients_of
 from dp_clipping.layers.recorder import (
     DENSE,
     FACTORS,
