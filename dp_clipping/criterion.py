@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
+from dp_clipping.capture.samples.batch import Batch, Shapes, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in
 from dp_clipping.guard.carried import Carried
-from dp_clipping.guard.losses import Criterion, Shapes
-from dp_clipping.guard.state import State
+from dp_clipping.guard.losses import Criterion
 from dp_clipping.kinds import WrongType, shown
 from dp_clipping.losses.private_loss import PrivateLoss
+from dp_clipping.trials.objects import State
 from dp_clipping.trials.randomness import same_randomness
 
 OF_SHARED = (
@@ -97,7 +97,8 @@ class PrivateCriterion(nn.Module):
             if self._is_given_shared():
                 raise ValueError(OF_SHARED.format(error=error)) from error
             raise
-        self._carried.check_call(mark, args, kwargs, "the criterion")
+        if changes := mark.changes():
+            self._carried.check_call(changes, mark, args, kwargs, "the criterion")
         expected = private_step.rows
         if losses.dim() != 1 or losses.shape[0] != expected:
             raise ValueError(

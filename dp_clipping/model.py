@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dp_clipping.arguments.checks import checked
-from dp_clipping.arguments.thresholds import Thresholds
 from dp_clipping.capture.calls import Calls, plain_names, with_signature_of
 from dp_clipping.capture.capture import Capture
 from dp_clipping.clipping.statistics import NormStatistics, norm_statistics
@@ -30,7 +29,7 @@ from dp_clipping.step.context import StepContext, context_of
 from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
-from dp_clipping.step.state import BatchNorms, StepState
+from dp_clipping.step.state import BatchNorms, StepState, Thresholds
 from dp_clipping.validation import refuse_to_be_compiled, refuse_wrapper, replicas
 
 

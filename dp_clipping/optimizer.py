@@ -16,8 +16,7 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import NoiseSource
 from dp_clipping.profiling.profile import Timer
 from dp_clipping.sampling.loader import PREPARED
-from dp_clipping.step.fixed_settings import FixedSettings
-from dp_clipping.step.gradient_noise import GradientNoise
+from dp_clipping.step.gradient_noise import FixedSettings, GradientNoise
 from dp_clipping.torch_compat import common_step_hooks, step_hooks
 
 Hook = Callable[["PrivateOptimizer"], None]
@@ -52,7 +51,7 @@ class PrivateOptimizer(Optimizer):
     An old `.grad` of a parameter that was frozen at `make_private` is set to None.
 
     The settings of a step are fixed at its first backward: later changes apply to the next step.
-    Ranks compare them in each step (`fixed_settings`).
+    Ranks compare them in each step (`FixedSettings`).
 
     Args:
         settings: an `arguments.settings.Settings`, with the optimizer to wrap, and σ, divisor and

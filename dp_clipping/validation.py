@@ -5,7 +5,6 @@ mix samples, or carry what they saw from one batch into the next, have none.
 """
 
 import sys
-from collections.abc import Iterable
 from typing import NoReturn
 
 from torch import nn
@@ -76,16 +75,6 @@ def normalizations(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns name and module of all normalisations that may mix samples in training mode."""
     kinds = (BATCH_NORM, INSTANCE_NORM)
     return [(name, m) for name, m in network.named_modules() if isinstance(m, kinds)]
-
-
-def check_still_fixed(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises ValueError for a frozen normalisation that `model.train()` put in training mode."""
-    for name, module in modules:
-        if problem := problem_of(module):
-            raise ValueError(
-                f"{name} ({type(module).__name__}): {problem[0]}; keep it in evaluation: "
-                f"{name or 'it'}.eval() after each model.train()"
-            )
 
 
 def problem_of(module: nn.Module, in_training: bool = True) -> tuple[str, str] | None:

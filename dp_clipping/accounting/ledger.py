@@ -19,11 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from dp_clipping.accounting.history import (
     History,
@@ -71,36 +67,6 @@ class Release:
     def digest(self) -> int:
         """Returns a digest of the settings that are not in an accountant's history."""
         return hash((self.clip_norms, self.batch_number, self.settings))
-
-
-def settings_of(optimizer: Any) -> tuple:
-    """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
-    found = []
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if name not in ("params", "param_names", "initial_lr"):
-                found.append((name, repr(_plain(value) if isinstance(value, Tensor) else value)))
-    return tuple(found)
-
-
-def public_of(criterion: Any) -> tuple:
-    """Returns the name of the user's criterion, and settings: a partial's, and of PyTorch's own."""
-    own, bound = criterion.criterion, []
-    while isinstance(own, partial):
-        bound += [*map(_plain, own.args), *own.keywords, *map(_plain, own.keywords.values())]
-        own = own.func
-    kind = own if isinstance(own, FunctionType) else type(own)
-    values = vars(own) if (kind.__module__ or "").startswith("torch.") else {}
-    values = values | values.get("_buffers", {})
-    names = [name for name in values if not name.startswith("_") and name != "training"]
-    return (kind.__qualname__, repr(bound), repr([(name, _plain(values[name])) for name in names]))
-
-
-def _plain(value: Any) -> Any:
-    """Returns a setting as what it can be compared by, which objects at an address are not."""
-    if isinstance(value, Tensor):
-        return value.tolist() if value.device.type == "cpu" else None
-    return value if isinstance(value, bool | int | float | str) else None
 
 
 class Account:

@@ -1,10 +1,9 @@
-"""The clipping threshold C, set by `make_private`, schedulers or an adaptive threshold."""
+"""Checks of the clipping threshold C, and of the noise that is scaled with it."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.kinds import number
 
 LARGEST = 2.0**100
@@ -32,48 +31,3 @@ def check_noise(noise_multiplier: float, sensitivity: float) -> None:
             f"standard deviation {std:g} is beyond float32; give numbers whose product is from "
             f"{1 / LARGEST:.0e} to {LARGEST:.0e}"
         )
-
-
-class Thresholds:
-    """C of the next step, and the threshold C_k of each of its clipping groups.
-
-    Args:
-        max_grad_norm: C, or a list of thresholds, one per group.
-        clipping: `"flat"` or `"per_layer"`.
-        groups: names of the clipping groups; None: mode `no_dp` has none.
-
-    Raises:
-        ValueError: for a threshold that is no finite number above 0, or not one per group.
-    """
-
-    def __init__(
-        self, max_grad_norm: float | list[float], clipping: str, groups: Sequence[str] | None
-    ):
-        self._clipping, self._groups = clipping, groups
-        self._known: list[float] = []
-        self.set(max_grad_norm)
-
-    def set(self, max_grad_norm: float | list[float]) -> None:
-        """Sets C from the next step on."""
-        self._known = self._checked(max_grad_norm)
-        self.max_grad_norm = max_grad_norm
-
-    def clip_norms(self) -> list[float]:
-        """Returns C_k of each clipping group."""
-        if isinstance(self.max_grad_norm, list):  # whose entries may have changed
-            return self._checked(self.max_grad_norm)
-        return list(self._known)
-
-    def _checked(self, max_grad_norm: float | list[float]) -> list[float]:
-        groups = self._groups
-        if groups is None:
-            return []
-        check_max_grad_norm(max_grad_norm, self._clipping)
-        clip_norms = clip_norms_of(max_grad_norm, len(groups), self._clipping)
-        if len(clip_norms) != len(groups):
-            raise ValueError(
-                f"max_grad_norm has {len(clip_norms)} thresholds for {len(groups)} clipping groups "
-                f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one per "
-                "group, or one number"
-            )
-        return clip_norms

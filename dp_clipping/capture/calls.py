@@ -55,7 +55,7 @@ def without_repr(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_signature_of(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """Returns `run`, which `inspect.signature` takes for the module's forward."""
-    call = partial(without_repr(run))
+    call = partial(run)
     with suppress(TypeError, ValueError):  # a forward that tells none
         call.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     return call

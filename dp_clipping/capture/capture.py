@@ -21,9 +21,10 @@ from dp_clipping.capture.calls import (
     with_signature_of,
     without_repr,
 )
-from dp_clipping.capture.layer_kinds import ALL, Computation, inner_layer, kind_of
+from dp_clipping.capture.layer_kinds import ALL, inner_layer, kind_of
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.ownership import CONTAINERS, can_be_apart, owned, trainable_names
+from dp_clipping.capture.unchanged import UnchangedLayers
 from dp_clipping.distributed.dtensor import is_fsdp1, owner_of, plain_name
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers import inner_call
@@ -42,7 +43,7 @@ class Capture(CapturedNetwork):
         ValueError: the network is in evaluation.
 
     Attributes:
-        arithmetic: what captured layers compute with; a step raises if it was changed.
+        layers: what captured layers compute with; a step raises if it was changed.
     """
 
     def __init__(
@@ -99,11 +100,7 @@ class Capture(CapturedNetwork):
                 covered.update(module.modules())
             name = plain_name(name) + (" (FSDP)" if is_fsdp1(module) else "")
             self._replace_forward(name, kind, module, is_apart, under_vmap, inner)
-        self.arithmetic = Computation(
-            (plain_name(name), module)
-            for name, module in self.network.named_modules()
-            if "_private" in vars(module)
-        )
+        self.layers = UnchangedLayers(self)
 
     def _taken_by(self, module: nn.Module) -> list[nn.Module]:
         """Returns the layers in a module all of whose parameters are captured with it."""

@@ -1,10 +1,9 @@
 """The kinds of layers, and which of them a module is: a new kind is a row of `KINDS`.
 
-`Computation` checks that modules still compute the same in later steps, and `register_layer` adds
-users' own classes.
+`register_layer` adds users' own classes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from dp_clipping.capture.ownership import replaced_methods
 from dp_clipping.distributed.dtensor import plain_type
 from dp_clipping.layers import attention, convolution, linear, norm
 from dp_clipping.layers.embedding import bag
@@ -153,67 +153,11 @@ def _has_plain_weights(module: nn.Module) -> bool:
     return "weight" in names and names <= {"weight", "bias"} and not is_parametrized
 
 
-def replaced_methods(module: nn.Module) -> set[str]:
-    """Returns names of methods of its class that the module has attributes of its own for."""
-    kind: Any = type(module)
-    found = module.__dict__.keys() & _methods(kind)
-    handle = module.__dict__.get("_private")
-    if handle is not None and handle.own_forward is None:
-        found.discard("forward")  # which a private model has put there
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _methods(kind: Any) -> frozenset[str]:
-    own = {name for c in kind.__mro__ for name, value in vars(c).items() if callable(value)}
-    # How it is copied is no arithmetic, and is what private training replaces (`calls`).
-    return frozenset(own - (vars(nn.Module).keys() - {"forward"}) - {"__reduce_ex__"})
-
-
 @lru_cache(maxsize=1024)
 def _reads_otherwise(kind: Any) -> bool:
     """Returns whether a class changes how its weight is read: by a property, for example."""
     before = kind.__mro__[: kind.__mro__.index(nn.Module)]
     return any(READ & vars(c).keys() for c in before)
-
-
-class Computation:
-    """Records what captured modules compute with, to be compared in each step.
-
-    Args:
-        modules: the captured modules, once they have their forwards.
-    """
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        self._before = [(name, module, *_signature(module)) for name, module in modules]
-
-    def refuse_changes(self) -> None:
-        """Raises RuntimeError naming layers whose methods were replaced since `make_private`."""
-        for name, module, forward, kind, own_forward, methods, replaced in self._before:
-            own = module.__dict__
-            if (
-                own.get("forward") != forward
-                or type(module) is not kind
-                or kind.forward is not own_forward
-                or (own.keys() & methods) != replaced
-            ):
-                raise RuntimeError(
-                    f"forward, another method or the class of {name or 'the network'} "
-                    f"({type(module).__name__}) was replaced after make_private, and its "
-                    "per-sample gradients are of what it computed before: replace methods before "
-                    "make_private, or register a forward hook"
-                )
-
-
-def _signature(module: nn.Module) -> tuple[Any, Any, Callable, frozenset[str], set[str]]:
-    """Returns an identity of the code it computes with, to be compared later.
-
-    That is its own forward, its class, the class's forward, names of that class's methods, and
-    those of them that the module has attributes of its own for.
-    """
-    kind: Any = type(module)
-    own, methods = module.__dict__, _methods(kind)
-    return own.get("forward"), kind, kind.forward, methods, own.keys() & methods
 
 
 EXAMPLE = (

@@ -23,6 +23,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.layers.handle import LayerState, plain_forward
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import (
+    accumulation_hooks,
     any_compiled,
     any_size,
     every_module,
@@ -49,9 +50,10 @@ class Attached:
         capture, private_step = self._capture, self._private_step
         self._outer, capture.attached_step = capture.attached_step, private_step
         self._before = {h: (h.private_step, h.slots) for h in capture.handles}
+        made = {} if private_step is None else private_step.slots
         for handle in capture.handles:
             handle.private_step = private_step
-            handle.slots = {} if private_step is None else private_step.slots[handle.name]
+            handle.slots = made.get(handle.name, {})
 
     def __exit__(self, *_: object) -> None:
         outer = self._capture.attached_step = self._outer
@@ -82,7 +84,7 @@ class CapturedNetwork(ABC):
         members: the records of each clipping group.
         trigger: one parameter's trigger; see `Trainable`.
         sharding: how the network is spread over ranks; None: it is not.
-        state: a `guard.state.State` of the network, which `guard.guard` sets, or None.
+        state: a `trials.objects.State` of the network, which `guard.guard` sets, or None.
         attached_step: the private step that layers' calls belong to now, or None.
         copied: parameters whose copies a module computes with -> the module, and its name there.
     """
@@ -108,6 +110,12 @@ class CapturedNetwork(ABC):
             owners = {p: owner_of(module, name) for p, name in names.items()}
             note = partial(self._note_leaves, owners)
             self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+
+    def hooks_after_accumulation(self, is_wrapped: bool) -> list[dict]:
+        """Returns those of each parameter; [] with a data-parallel wrapper, which may have some."""
+        if is_wrapped:
+            return []
+        return [hooks or {} for hooks in map(accumulation_hooks, self.parameters)]
 
     @abstractmethod
     def make_whole(self, handles: Collection[LayerState]) -> None:

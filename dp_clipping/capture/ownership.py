@@ -1,6 +1,8 @@
-"""Separates a module's own parameters from those of layers that it calls."""
+"""What is a module's own: parameters apart from those of layers that it calls, and methods."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
@@ -70,3 +72,31 @@ def can_be_apart(module: nn.Module, also_frozen: bool = False) -> bool:
         return False
     children = (child for child in module.children() if not isinstance(child, LISTS))
     return any(also_frozen or p.requires_grad for child in children for p in child.parameters())
+
+
+def replaced_methods(module: nn.Module) -> set[str]:
+    """Returns names of methods of its class that the module has attributes of its own for."""
+    kind: Any = type(module)
+    found = module.__dict__.keys() & _methods(kind)
+    handle = module.__dict__.get("_private")
+    if handle is not None and handle.own_forward is None:
+        found.discard("forward")  # which a private model has put there
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _methods(kind: Any) -> frozenset[str]:
+    own = {name for c in kind.__mro__ for name, value in vars(c).items() if callable(value)}
+    # How it is copied is no arithmetic, and is what private training replaces (`calls`).
+    return frozenset(own - (vars(nn.Module).keys() - {"forward"}) - {"__reduce_ex__"})
+
+
+def computation_of(module: nn.Module) -> tuple[Any, Any, Callable, frozenset[str], set[str]]:
+    """Returns an identity of the code it computes with, to be compared later.
+
+    That is its own forward, its class, the class's forward, names of that class's methods, and
+    those of them that the module has attributes of its own for.
+    """
+    kind: Any = type(module)
+    own, methods = module.__dict__, _methods(kind)
+    return own.get("forward"), kind, kind.forward, methods, own.keys() & methods

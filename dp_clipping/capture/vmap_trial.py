@@ -36,7 +36,8 @@ from dp_clipping.torch_compat import (
     tensors_in,
     tree_leaves,
 )
-from dp_clipping.trials.objects import PLAIN, Objects
+from dp_clipping.trials.objects import Objects
+from dp_clipping.trials.places import PLAIN
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
 

@@ -278,14 +278,10 @@ class SplitNorms:
 
     Args:
         sharding: how the network is spread over ranks, a `sharding.Sharding`; None: it is not.
-
-    Attributes:
-        is_split: ranks have parts of the norms, to be summed before clipping.
     """
 
     def __init__(self, reducer: NormReducer, sharding: Any):
         self._reducer, self._sharding = reducer, sharding
-        self.is_split = reducer.splits_parameters
 
     def table(self, norms: Any, parameters: Iterable[Any]) -> Tensor:
         """Returns this rank's table for some parameters, whose rows add up over ranks: [5, K, B].

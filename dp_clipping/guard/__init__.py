@@ -10,7 +10,6 @@ shows of the samples that stay. These are the subjects:
     lengths               subject: a sample with and without its padding
     carried               subject: state that carries data from one batch to the next, and objects
                           in arguments that do
-    state                 what a network holds at one moment
 
 Collate functions are checked in `sampling`, registered layers in `layers`.
 """

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from dp_clipping.capture.checks.summaries import SIGNS, summary
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.guard.state import Mark, State
 from dp_clipping.layers.batch_layout import FEW, Layout
 from dp_clipping.torch_compat import tensors_in
-from dp_clipping.trials.objects import DEPTH, MISSING, PLAIN, Change, Objects, is_freed, is_opened
+from dp_clipping.trials.objects import DEPTH, Mark, Objects, State, is_freed
 from dp_clipping.trials.perturb import Perturbed
+from dp_clipping.trials.places import MISSING, PLAIN, Change, is_opened
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.seen import Seen, Summary
 from dp_clipping.trials.tolerances import REPEATED
@@ -118,17 +118,17 @@ class Carried:
         self.state, self._run, self.batch_of = state, run, batch_of
 
     def check(
-        self, mark: Mark, batch: Batch, when: str, samples: int = FEW,
+        self, changes: list[Change], mark: Mark, batch: Batch, when: str, samples: int = FEW,
         around: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:  # fmt: skip
         """Raises ValueError naming the state that a step must not change and has changed.
 
         Where working state has changed, calls are repeated with `samples` samples of the batch, in
         `around()`: hooks that were registered since the mark are not there.
+
+        Args:
+            changes: since the mark; some.
         """
-        changes = mark.changes()
-        if not changes:
-            return
         refuse_changes(changes, when)
         if self.state.is_sharded or batch.size < FEW:
             return
@@ -171,31 +171,37 @@ class Carried:
             changed = {(id(c.place.values), c.key): c.place.values for c in subject.changes}
             self.state.harmless |= changed
 
-    def check_call(self, mark: Mark, args: tuple, kwargs: dict, when: str) -> None:
+    def check_call(
+        self, changes: list[Change], mark: Mark, args: tuple, kwargs: dict, when: str
+    ) -> None:
         """Checks state that has changed since the mark before a call, by a second call.
 
         It has all samples, since other sizes may not fit.
         """
-        if mark.changes() and tensors_in((args, kwargs)):
+        if tensors_in((args, kwargs)):
             batch = self.batch_of(args, kwargs)
-            self.check(mark, batch, when, samples=batch.size)
+            self.check(changes, mark, batch, when, samples=batch.size)
 
 
 class LeftInArguments:
-    """Tensors that forwards have left in objects of their arguments."""
+    """Tensors that forwards have left in objects of their arguments.
+
+    Attributes:
+        noted: those that were left so far; where there are none, nothing is to be refused.
+    """
 
     def __init__(self) -> None:
-        self._noted: list[weakref.ref[Tensor]] = []
+        self.noted: list[weakref.ref[Tensor]] = []
 
     def note(self, args: tuple, kwargs: dict, before: Objects) -> None:
         """Notes what a forward has left, for later ones."""
         left = Objects(args, kwargs).left_since(before)
-        kept = [x for x in self._noted if x() is not None]
-        self._noted = kept + [weakref.ref(x) for x in left]
+        kept = [x for x in self.noted if x() is not None]
+        self.noted = kept + [weakref.ref(x) for x in left]
 
     def refuse(self, args: tuple, kwargs: dict) -> None:
         """Raises ValueError if arguments hold what an earlier forward has left, read or not."""
-        noted = {id(x()) for x in self._noted} - {id(None)}
+        noted = {id(x()) for x in self.noted} - {id(None)}
         if noted and not noted.isdisjoint(map(id, Objects(args, kwargs).tensors)):
             raise ValueError(
                 "an argument holds what an earlier forward has left in it, and a gradient that "

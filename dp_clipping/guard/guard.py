@@ -36,11 +36,11 @@ from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
-from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import tensors_in
+from dp_clipping.trials.objects import State
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.schedule import Schedule
 
@@ -111,7 +111,7 @@ class LayoutDiscovery:
         if hold_objects(args, kwargs):
             refuse_iterators("", args, kwargs)
         self.constants.now = {}
-        known = self._bags.of(args, kwargs)
+        known = self._bags.of(args, kwargs) if self._bags.modules else ()
         batch = Batch(args, kwargs, self._batch_first, known or (), self.constants, expected)
         if self._sharding is None and known is None:
             args, kwargs = (args, kwargs) if batch.size else batch.with_a_row_of_zeros()
@@ -123,7 +123,7 @@ class LayoutDiscovery:
 
     def batch_of_run(self, args: tuple, kwargs: dict, expected: int | None = None) -> Batch:
         """Returns arguments like those of the user's last forward, of other samples, as a batch."""
-        bags = self._bags.of(args, kwargs) or ()
+        bags = (self._bags.of(args, kwargs) if self._bags.modules else None) or ()
         return Batch(args, kwargs, self._batch_first, bags, self.constants, expected)
 
     def ensure(self, batch: Batch) -> int | None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.capture.checks.summaries import summary
-from dp_clipping.capture.samples.batch import are_samples, hold_objects, map_tensors, tensors_of
+from dp_clipping.capture.samples.batch import Shapes, are_samples, keyed, map_tensors, tensors_of
 from dp_clipping.guard.carried import Restored
-from dp_clipping.guard.state import State
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.trials.objects import State
 from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
@@ -34,7 +34,6 @@ OF_SIZE = (
     "division by the size of the batch, for example): per-sample gradients need a loss for each "
     "sample alone; return that, and the mean is taken by loss_reduction='mean'"
 )
-CALLS = 16  # shapes of arguments that are remembered
 SMALL = 1 << 26  # bytes of a criterion's arguments that may be copied at once
 
 
@@ -114,38 +113,6 @@ class Watched:
         )
 
 
-class Shapes:
-    """Remembers shapes of a criterion's arguments, to find dimensions that do not count samples.
-
-    A dimension that had size n in an earlier call and has size n now does not count samples, if the
-    earlier batch had another size and n is no multiple of it (as for tokens in one dimension).
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple, set[tuple[int, torch.Size]]] = {}
-
-    def note(self, arguments: tuple[tuple, dict], size: int) -> None:
-        """Remembers the shapes of a call with `size` samples."""
-        for key, x in _keyed(arguments):
-            seen = self._seen.setdefault(key, set())
-            if len(seen) < CALLS:
-                seen.add((size, x.shape))
-
-    def counts_samples(self, key: tuple, dim: int, size: int) -> bool:
-        """Returns whether a dimension of the batch's `size` may count samples."""
-        seen = self._seen.get(key, ())
-        return not any(shape[dim] == size and size % batch for batch, shape in seen)
-
-
-def _keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
-    """Returns the tensors of a call, each with a key that identifies the argument."""
-    args, kwargs = arguments
-    given = tensors_of(arguments) if hold_objects(args, kwargs) else [*args, *kwargs.values()]
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    kinds = tuple(map(Tensor.dim, tensors)), tuple(kwargs)
-    return [((n, *kinds), x) for n, x in enumerate(tensors)]
-
-
 class Criterion:
     """The user's criterion in one call, which is made again with other samples: a `probe.Subject`.
 
@@ -169,8 +136,8 @@ class Criterion:
         # Without the step's graph, which is freed before they are used.
         self._arguments = map_tensors(_leaf, (args, kwargs))
         self._size = size
-        keyed = _keyed(self._arguments)
-        self._keys, self._tensors = [key for key, _ in keyed], [x for _, x in keyed]
+        found = keyed(self._arguments)
+        self._keys, self._tensors = [key for key, _ in found], [x for _, x in found]
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
         kind = self.device.type
         now = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)

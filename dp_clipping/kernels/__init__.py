@@ -9,8 +9,8 @@ Files:
     small_table           per-sample gradients of an embedding with few rows
     norm_layer_gradients  per-sample gradients of RMSNorm and LayerNorm
     squared_norms         norms of per-sample gradients that another operator has formed
-    coefficients          squared norms to clipping coefficients
-    sorted_coefficients   coefficients in the order in which `weighted_product` takes samples
+    coefficients          squared norms to clipping coefficients, and these in the order in which
+                          `weighted_product` takes samples
     weighted_product      clipped sum of a linear layer from its factors
     weighted_sum          clipped sum of kept per-sample gradients
     signed_sums           sums of a sample's numbers under random signs, by which checks compare

@@ -1,4 +1,4 @@
-"""Computes clipping coefficients from squared norms, in one launch.
+"""Computes clipping coefficients from squared norms, and sorts them, in one launch each.
 
 For K clipping groups and the parameters p of each, with `Norm`'s allowances for rounding e and f:
 
@@ -6,21 +6,28 @@ For K clipping groups and the parameters p of each, with `Norm`'s allowances for
     c_k = min(1, C_k / (√b_k · margin))   or   C_k / (√b_k · margin + γ)
     c_k = 0 for a sample of which any group's bound is not finite, or was in an earlier launch
 
-A handful of numbers a sample; written with PyTorch's operators it is some fifteen launches, which
-matters where every layer has its own coefficients.
+Sorted, they are in the order of `weighted_product`. A sample's place is the number of those with a
+smaller coefficient (or an equal one and a smaller number): B² comparisons of registers, for B up to
+MOST.
+
+A handful of numbers a sample; written with PyTorch's operators it is some fifteen launches, and ten
+to sort, which matters where every layer has its own coefficients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.launch.tiles import launch, tl, triton
+from dp_clipping.kernels.launch.tiles import available, launch, tl, triton
 
 BLOCK = 128  # samples of a program
+MOST = 128  # samples that are sorted, of which each program compares all with all
 
 
 def clip_coefficients(
@@ -76,6 +83,63 @@ def squared_bounds(
     return torch.stack([terms[first:last].sum(0) for first, last in pairwise(starts)])
 
 
+@dataclass(frozen=True)
+class SortedCoefficients:
+    """Coefficients of K clipping groups, in the order in which the kernel takes samples.
+
+    All on the device.
+
+    Attributes:
+        order: [K, B] int32, sample numbers by ascending coefficient.
+        values: [K, B] float32, the coefficients in that order.
+        first: [K] int32, how many are zero.
+    """
+
+    order: Tensor
+    values: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, coefficients: Tensor) -> SortedCoefficients:
+        """Returns those of c [K, B] or [B] float32, not negative, B at least 1; NaN counts as 0."""
+        c = coefficients.view(-1, coefficients.shape[-1]).contiguous()
+        if c.shape[1] > MOST or not available(c.device, c.dtype):
+            return cls.plain(c)
+        groups, batch_size = c.shape
+        found = cls(
+            torch.empty_like(c, dtype=torch.int32), torch.empty_like(c),
+            c.new_empty(groups, dtype=torch.int32),
+        )  # fmt: skip
+        launch(
+            _sort_kernel, (groups,), (c, found.order, found.values, found.first), (batch_size,),
+            BLOCK=16 if batch_size <= 16 else MOST, num_warps=4,
+        )  # fmt: skip
+        return found
+
+    @classmethod
+    def plain(cls, c: Tensor) -> SortedCoefficients:
+        """Reference implementation, for c [K, B]."""
+        c, order = c.nan_to_num(0, torch.inf).sort(dim=1, stable=True)
+        return cls(order.int(), c, (c <= 0).sum(1).int())
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Coefficients of some clipping groups, on the device.
+
+    Attributes:
+        values: c [rows, B] float32.
+        rows: clipping group -> its row.
+    """
+
+    values: Tensor
+    rows: dict[int, int]
+
+    @cached_property
+    def sorted(self) -> SortedCoefficients:
+        return SortedCoefficients.of(self.values)
+
+
 if triton is not None:
 
     @triton.jit(do_not_specialize=["B", "K"])
@@ -110,3 +174,17 @@ if triton is not None:
             else:
                 b_c = tl.where(b_norm > limit, tl.div_rn(limit, b_norm), 1.0)
             tl.store(p_found + i_group * B + o_b, tl.where(b_bad == 0, b_c, 0.0), mask=m_b)
+
+    @triton.jit(do_not_specialize=["B"])
+    def _sort_kernel(p_c, p_order, p_values, p_first, B, BLOCK: tl.constexpr):
+        i_group = tl.program_id(0)
+        o_b = tl.arange(0, BLOCK)
+        b_c = tl.load(p_c + i_group * B + o_b, mask=o_b < B, other=float("inf"))
+        b_c = tl.where(b_c == b_c, b_c, 0.0)  # two samples in one place would leave one unset
+        b_precedes = (b_c[None, :] < b_c[:, None]) | (
+            (b_c[None, :] == b_c[:, None]) & (o_b[None, :] < o_b[:, None])
+        )
+        b_place = tl.sum(b_precedes.to(tl.int32), 1)
+        tl.store(p_order + i_group * B + b_place, o_b, mask=o_b < B)
+        tl.store(p_values + i_group * B + b_place, b_c, mask=o_b < B)
+        tl.store(p_first + i_group, tl.sum((b_c <= 0).to(tl.int32), 0))

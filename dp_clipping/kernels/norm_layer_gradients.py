@@ -66,21 +66,6 @@ class Normalized(NamedTuple):
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
         )
 
-    def plain(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
-        """Returns the gradients [B, d] of weight and bias by reference: in float64, rounded once.
-
-        Args:
-            dtype: that it is computed in; another one is that of the results, too.
-        """
-        y, normalized = self.y.to(dtype), self.x.to(dtype)
-        if self.mean is not None:
-            normalized = normalized - self.mean.to(dtype)[..., None]
-        weight = (y * (normalized * self.rstd.to(dtype)[..., None])).sum(1)
-        bias = y.sum(1) if self.with_bias else None
-        if dtype == torch.float64 and self.y.dtype != dtype:
-            return weight.float(), None if bias is None else bias.float()
-        return weight, bias
-
     @property
     def kind(self) -> tuple:
         """Returns the key that uses in one launch share.

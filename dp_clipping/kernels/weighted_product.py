@@ -28,6 +28,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.launch.grouped_launch import (
     MOST_ROWS,
     ONE,
@@ -41,7 +42,6 @@ from dp_clipping.kernels.launch.grouped_launch import (
 )
 from dp_clipping.kernels.launch.tiles import Tile, ceil_div, launch, tl, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
 if triton is not None:
     from dp_clipping.kernels.launch.grouped_launch import _open

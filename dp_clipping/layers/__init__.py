@@ -9,8 +9,8 @@ Files:
     rms_norm_copies       RMS norms that other libraries define
     embedding/            nn.Embedding and nn.EmbeddingBag
     recurrent/            LSTM, GRU and RNN, and their cells
-    projection            a linear layer, or one that is part of another layer
-    linear_factors        norms and sums of a linear layer from its inputs and output gradients
+    projection            a linear layer, or one that is part of another layer; its norms and sums
+                          from inputs and output gradients
     inner_call            a subclass of a layer, whose own forward calls the layer's
     registered/           layers of the user's own classes, given to `register_layer`
     vmap/                 any other module

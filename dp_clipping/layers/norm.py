@@ -49,6 +49,24 @@ def _first_call(self: nn.RMSNorm | nn.LayerNorm, handle: LayerState, x: Tensor) 
 forward = forward_of("norm", _first_call)
 
 
+def plain_gradients(
+    use: Normalized, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients [B, d] of weight and bias by reference: in float64, rounded once.
+
+    Args:
+        dtype: that it is computed in; another one is that of the results, too.
+    """
+    y, normalized = use.y.to(dtype), use.x.to(dtype)
+    if use.mean is not None:
+        normalized = normalized - use.mean.to(dtype)[..., None]
+    weight = (y * (normalized * use.rstd.to(dtype)[..., None])).sum(1)
+    bias = y.sum(1) if use.with_bias else None
+    if dtype == torch.float64 and use.y.dtype != dtype:
+        return weight.float(), None if bias is None else bias.float()
+    return weight, bias
+
+
 class Norm(torch.autograd.Function):
     """The backward of a normalisation: it leaves what the G of its weight and bias follow from.
 
@@ -85,7 +103,7 @@ class Norm(torch.autograd.Function):
         mean = mean.reshape(batch_size, -1) if has_mean else None
         if site is None:
             use = Normalized(y, x, rstd, mean, has_bias)
-            formed = use.plain(accumulation_dtype(x.dtype))
+            formed = plain_gradients(use, accumulation_dtype(x.dtype))
             of_slots = zip(formed, wants, strict=True)
             slots = [g.view(batch_size, *shape) if wanted else None for g, wanted in of_slots]
             return gx, None, None, *slots, None

@@ -2,7 +2,7 @@
 
 In forward a layer gets the trigger that makes autograd visit it, and notes products in `plans`. In
 backward it gives `PrivateStep.take`, for each use of a parameter, G or what G follows from. Uses of
-a parameter that has several are joined there (`step.sums.uses`). In a compiled region, and where a
+a parameter that has several are joined there (`sums.plain.Uses`). In a compiled region, and where a
 module computes with copies of its parameters, slots take the place of both.
 """
 

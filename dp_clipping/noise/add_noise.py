@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.distributed.placement import Place
+from dp_clipping.noise import gaussian
 from dp_clipping.noise import kernel as kernels
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.noise.fused_update import Update
@@ -83,7 +84,7 @@ def add_noise_to_all(
         if std == 0 and rule is None:
             for total, result in zip(sums, noisy, strict=True):
                 torch.div(total, divisor, out=result)
-        elif rule is not None or (values is GAUSSIAN and kernels.serves(sums[0])):
+        elif rule is not None or (values is GAUSSIAN and gaussian.serves(sums[0])):
             make = None if table is None else partial(table.take, numbers)
             own_places: Any = None if are_whole else [places[i] for i in numbers]
             with torch.cuda.device_of(sums[0]):

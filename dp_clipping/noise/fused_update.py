@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dp_clipping.distributed.dtensor import local
-from dp_clipping.noise import kernel
+from dp_clipping.noise import gaussian
 from dp_clipping.torch_compat import add_to_each, gradient_hooks
 
 STATES = {  # of each rule, in the optimizer's own names
@@ -115,7 +115,7 @@ def _is_served(
 ) -> bool:
     """Returns whether the kernel can update a weight with these states, and read these numbers."""
     return (
-        kernel.serves(total)
+        gaussian.serves(total)
         and all(x.shape == total.shape for x in (weight, *states))
         and weight.dtype.itemsize <= total.dtype.itemsize
         and all(x.is_contiguous() and x.dtype == weight.dtype for x in (weight, *states))

@@ -38,11 +38,6 @@ Earlier = Sequence[tuple[float, Sequence[Stream]]]
 """Weights of earlier streams, and with each its streams: as many as there are totals."""
 
 
-def serves(total: Tensor) -> bool:
-    """Returns whether this kernel, and not its reference, adds the noise to `total`."""
-    return triton is not None and total.is_cuda and total.dtype == torch.float32
-
-
 class StreamTable:
     """The tables of launches that a CUDA graph has captured, whose streams change with each step.
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ class Keys:
     def sampling(self) -> bytes:
         return self._derive(b"sampling key")
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Returns a fingerprint that identifies the key and reveals nothing about it."""
         return self._derive(b"fingerprint").hex()

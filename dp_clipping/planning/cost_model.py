@@ -16,7 +16,7 @@ import torch
 
 INSTANTIATE, GRAM, ACCUMULATE = "gradient", "width", "input_length"  # as options name them
 ALGORITHMS = (INSTANTIATE, GRAM, ACCUMULATE)
-LONGEST_GRAM = 1024  # tokens: beyond, the allowance for rounding is felt (see linear_factors.py)
+LONGEST_GRAM = 1024  # tokens: beyond, the allowance for rounding is felt (see projection.py)
 SUM_BYTES = 4  # of a clipped sum's element
 
 

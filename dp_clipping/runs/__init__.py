@@ -1,7 +1,7 @@
 """Accounts for, saves and restores the runs that an engine's `make_private` has made.
 
-    accounts     counts their steps, and says what they have spent
-    steps        what a step releases, and what is said of it before
+    accounts     says what they have spent
+    steps        counts a step, by what it releases
     checkpoints  saves and continues them
 
 `PrivacyEngine` inherits `Accounts` and `Checkpoints`.

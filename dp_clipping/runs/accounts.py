@@ -16,32 +16,19 @@ from dp_clipping.accounting.statement import PrivacyStatement, statement_of
 from dp_clipping.accounting.tradeoff import Curve, curve_of
 from dp_clipping.arguments.checks import check, checked
 from dp_clipping.checkpoint.run import PrivateRun
-from dp_clipping.kinds import Argument, instance_of, is_count, shown
+from dp_clipping.kinds import Argument, instance_of, is_count
 from dp_clipping.layers.registered.registry import is_registered
 from dp_clipping.profiling.metrics import StepMetrics
-from dp_clipping.runs.steps import (
-    OTHER_BATCH,
-    TO_STEP,
-    additions_of,
-    look_at_plan,
-    release_of,
-    say_of_constants,
-)
-from dp_clipping.sampling.schemes import SAMPLINGS
+from dp_clipping.runs.steps import StepCounter
 
 if TYPE_CHECKING:
     from opacus.accountants.accountant import IAccountant
 
 NAMES = '"pld", "prv", "rdp" or "gdp"'
 APPROXIMATE = "states an approximation that may be below the true epsilon"
-COUNTED_BY_A_HOOK = (
-    "a step hook has counted the step in engine.accountant, where the engine counts every step by "
-    "itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or let it count in an "
-    "accountant of its own"
-)
 
 
-class Accounts:
+class Accounts(StepCounter):
     """Keeps the account of what an engine's runs have released.
 
     Args:
@@ -53,9 +40,7 @@ class Accounts:
     def __init__(self, accountant: str, *, secure: bool = False) -> None:
         instance_of(str, NAMES).check("accountant", accountant)
         self._refuses_approximation = secure
-        self._account = Account(self._checked(_made(accountant)))
-        self._runs: list[PrivateRun] = []
-        self._mechanism = DEFAULT  # of all runs
+        super().__init__(Account(self._checked(_made(accountant))))
         self._unit: tuple = ()  # of all runs, as `Sampled.unit`
         self._deltas: set[float] = set()  # of which the user was warned
 
@@ -237,38 +222,6 @@ class Accounts:
         for run in self._runs:
             metrics.attach(run.model, run.optimizer)
 
-    def _count(self, optimizer: Any) -> None:
-        """Counts a step, before it changes a parameter; once, also if it is made again."""
-        run, state = self._run_with(optimizer), optimizer.step_state
-        fingerprint = run.keys.fingerprint
-        say_of_constants(run)
-        certificate = run.certificate and run.certificate.with_step(additions_of(run))
-        is_private = optimizer.model.policy is not None
-        if is_private:
-            if not run.keys.fixed:
-                self._account.refuse_other_run(fingerprint, run)
-            if state.batch_number is None and self._mechanism.sampler != SAMPLINGS[0]:
-                raise RuntimeError(OTHER_BATCH.format(sampling=self._mechanism.sampler))
-            look_at_plan(run, self.epsilon_at_end)
-        if optimizer.hooks:
-            before = list(self._account.history)
-            try:
-                optimizer.run_step_hooks()
-            finally:
-                counted = self._account.history != before
-                self._account.accountant.history = before
-            if counted:
-                raise RuntimeError(COUNTED_BY_A_HOOK)
-        step = release_of(run)
-        if step.batch_number is None and is_private and step.sigma:
-            if run.poisson is not None and not self._account.other_batches:
-                warnings.warn(OTHER_BATCH.format(sampling=SAMPLINGS[0]), stacklevel=TO_STEP)
-            self._account.other_batches += 1
-        if certificate is not None:
-            self._account.cover(certificate)
-        self._account.count(step, key_is_fixed=run.keys.fixed)
-        run.certificate = certificate
-
     @property
     def _approximates(self) -> bool:
         """Returns whether ε is an approximation, and no upper bound."""
@@ -325,15 +278,6 @@ class Accounts:
             raise RuntimeError(
                 f"nothing is private yet: call engine.make_private(..) before {method}"
             )
-
-    def _run_with(self, optimizer: Any) -> PrivateRun:
-        for run in self._runs:
-            if run.optimizer is optimizer:
-                return run
-        raise ValueError(
-            f"optimizer is {shown(optimizer)}, and none that this engine's make_private returned: "
-            "give that one"
-        )
 
     def _run_of(self, module: Any, optimizer: Any, loader: Any, name: str = "module") -> PrivateRun:
         for run in self._runs:

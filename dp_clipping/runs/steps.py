@@ -1,27 +1,93 @@
-"""Describes what a step releases, as the account counts it, and says what it should not."""
+"""Counts a step: what it releases, as the account takes it, and what is said of it before."""
 
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
-from dp_clipping.accounting.ledger import Release, public_of, settings_of
+from torch import Tensor
+
+from dp_clipping.accounting.ledger import Account, Release
+from dp_clipping.accounting.mechanism import DEFAULT
 from dp_clipping.accounting.statement import private_constants
 from dp_clipping.checkpoint.run import PrivateRun
-from dp_clipping.sampling.schemes import FIXED
+from dp_clipping.kinds import shown
+from dp_clipping.sampling.schemes import FIXED, SAMPLINGS
 
 LOG = logging.getLogger(__name__)
 PRIVATE_SIZE = (
     "epsilon takes the number of samples as public, because {} of this training came from it: "
     "if it is private, give {} (docs/sharp_edges.md says how)"
 )
-TO_STEP = 5  # frames from `Accounts._count` to the user's call of `optimizer.step()`
+TO_STEP = 5  # frames from `StepCounter._count` to the user's call of `optimizer.step()`
 OTHER_BATCH = (
     "the batch of this step did not come from the data_loader that make_private returned with this "
     "model: it is no batch of sampling={sampling!r}, and the ε that is stated does not hold; use "
     "the returned one, model, optimizer, criterion, loader = engine.make_private(..), and for x, y "
     "in loader:"
 )
+COUNTED_BY_A_HOOK = (
+    "a step hook has counted the step in engine.accountant, where the engine counts every step by "
+    "itself: remove the hook (accountant.get_optimizer_hook_fn(..)), or let it count in an "
+    "accountant of its own"
+)
+
+
+class StepCounter(ABC):
+    """Counts the steps of an engine's runs in its account."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._runs: list[PrivateRun] = []
+        self._mechanism = DEFAULT  # of all runs
+
+    @abstractmethod
+    def epsilon_at_end(self, optimizer: Any, steps: int, delta: float) -> float:
+        """Returns ε after `steps` more steps of an optimizer."""
+
+    def _count(self, optimizer: Any) -> None:
+        """Counts a step, before it changes a parameter; once, also if it is made again."""
+        run, state = self._run_with(optimizer), optimizer.step_state
+        fingerprint = run.keys.fingerprint
+        say_of_constants(run)
+        certificate = run.certificate and run.certificate.with_step(additions_of(run))
+        is_private = optimizer.model.policy is not None
+        if is_private:
+            if not run.keys.fixed:
+                self._account.refuse_other_run(fingerprint, run)
+            if state.batch_number is None and self._mechanism.sampler != SAMPLINGS[0]:
+                raise RuntimeError(OTHER_BATCH.format(sampling=self._mechanism.sampler))
+            look_at_plan(run, self.epsilon_at_end)
+        if optimizer.hooks:
+            before = list(self._account.history)
+            try:
+                optimizer.run_step_hooks()
+            finally:
+                counted = self._account.history != before
+                self._account.accountant.history = before
+            if counted:
+                raise RuntimeError(COUNTED_BY_A_HOOK)
+        step = release_of(run)
+        if step.batch_number is None and is_private and step.sigma:
+            if not self._account.other_batches and run.poisson is not None:
+                warnings.warn(OTHER_BATCH.format(sampling=SAMPLINGS[0]), stacklevel=TO_STEP)
+            self._account.other_batches += 1
+        if certificate is not None:
+            self._account.cover(certificate)
+        self._account.count(step, key_is_fixed=run.keys.fixed)
+        run.certificate = certificate
+
+    def _run_with(self, optimizer: Any) -> PrivateRun:
+        for run in self._runs:
+            if run.optimizer is optimizer:
+                return run
+        raise ValueError(
+            f"optimizer is {shown(optimizer)}, and none that this engine's make_private returned: "
+            "give that one"
+        )
 
 
 def release_of(run: PrivateRun) -> Release:
@@ -32,11 +98,41 @@ def release_of(run: PrivateRun) -> Release:
         run.keys.fingerprint,
         optimizer.steps,
         sigma=state.settings.noise_multiplier if is_private else 0.0,
-        rate=run.settings["sample_rate"] * optimizer.accumulated_iterations,
+        rate=run.settings["sample_rate"],
         clip_norms=tuple(state.clip_norms) if is_private else (),
         batch_number=state.batch_number,
         settings=(state.settings, settings_of(optimizer), public_of(run.criterion)),
     )
+
+
+def settings_of(optimizer: Any) -> tuple:
+    """Returns the settings of an optimizer's groups, but for tensors on a GPU, which take time."""
+    found = []
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name not in ("params", "param_names", "initial_lr"):
+                found.append((name, repr(_plain(value) if isinstance(value, Tensor) else value)))
+    return tuple(found)
+
+
+def public_of(criterion: Any) -> tuple:
+    """Returns the name of the user's criterion, and settings: a partial's, and of PyTorch's own."""
+    own, bound = criterion.criterion, []
+    while isinstance(own, partial):
+        bound += [*map(_plain, own.args), *own.keywords, *map(_plain, own.keywords.values())]
+        own = own.func
+    kind = own if isinstance(own, FunctionType) else type(own)
+    values = vars(own) if (kind.__module__ or "").startswith("torch.") else {}
+    values = values | values.get("_buffers", {})
+    names = [name for name in values if not name.startswith("_") and name != "training"]
+    return (kind.__qualname__, repr(bound), repr([(name, _plain(values[name])) for name in names]))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a setting as what it can be compared by, which objects at an address are not."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def additions_of(run: PrivateRun) -> int:

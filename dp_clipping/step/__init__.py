@@ -9,9 +9,7 @@ Files:
     slots                 inputs of compiled regions, at which what layers leave arrives
     sums/                 norms and clipped sums of what layers leave in its backward
     state                 phase, settings, norms and counts of a step, in one place
-    gradient_buffer       `.grad` from `zero_grad` to the next
-    gradient_watch        notices what else changes `.grad`
-    gradient_noise        adds noise to `.grad`, and divides it
+    gradient_buffer       `.grad` from `zero_grad` to the next, and what else changes it
+    gradient_noise        adds noise to `.grad`, and divides it, by settings of the step
     gradient_hooks        users' hooks on parameters, called with the noisy gradient
-    fixed_settings        σ and divisor of a step, the same on all ranks
 """

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.kept import Kept
+from dp_clipping.capture.checks.kept import KeptValues
 from dp_clipping.capture.checks.terms import THROUGH
 from dp_clipping.capture.samples.batch import Batch, hold_objects, tensors_of
 from dp_clipping.capture.samples.packed import opened, packed, packed_in, repacking
 from dp_clipping.guard.carried import LeftInArguments
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.losses import Watched, viewed
-from dp_clipping.guard.state import Mark
 from dp_clipping.kernels.launch.tiles import available, on_device
 from dp_clipping.layers.batch_layout import LayoutUnknown
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
@@ -34,16 +33,16 @@ from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.inputs import OF_ZEROS, InputReader, Inputs, shown
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState
+from dp_clipping.step.sums.backward_state import Kept
 from dp_clipping.step.sums.fused import Fused
 from dp_clipping.step.sums.layer_plans import FusedPlans
-from dp_clipping.step.sums.plain import Plain
-from dp_clipping.step.sums.uses import Uses
+from dp_clipping.step.sums.plain import Plain, Uses
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import is_compiled_in_place, version_of
-from dp_clipping.trials.objects import Objects
+from dp_clipping.trials.objects import Mark, Objects
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.schedule import Schedule
-from dp_clipping.validation import check_still_fixed, normalizations, refuse_packed
+from dp_clipping.validation import refuse_packed
 
 
 class ForwardBackward:
@@ -74,8 +73,8 @@ class ForwardBackward:
         self._carried, self._left = self._establishment.carried, LeftInArguments()
         self.constants = self._establishment.constants
         self.reader = InputReader(context, state, self._establishment, self.recover)
-        self._normalizations = normalizations(self.network)
-        self._kinds = {(p.device, p.dtype) for p in self.capture.parameters}
+        kinds = {(p.device, p.dtype) for p in self.capture.parameters}
+        self._is_fused = context.policy.fused and all(starmap(available, kinds))
         self._compared = Schedule()  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
@@ -113,7 +112,8 @@ class ForwardBackward:
                 put a normalization in training that was accepted because it was frozen.
             RuntimeError: an earlier step of a sharded network failed half-way.
         """
-        self._left.refuse(args, kwargs)
+        if self._left.noted:
+            self._left.refuse(args, kwargs)
         given = packed_in((args, kwargs)) if hold_objects(args, kwargs) else []
         self._has_packed = bool(given)
         if not given:
@@ -135,17 +135,22 @@ class ForwardBackward:
                 "(below 2.13) cannot tell FSDP2: it would compute with old parameters; load the "
                 "last checkpoint in a new process"
             )
-        self._refuse_other_settings()
+        self.capture.layers.check()
         has_objects = hold_objects(args, kwargs)  # which a forward may write to
         before = Objects(args, kwargs) if has_objects else None
         inputs = self.reader.of(args, kwargs, has_objects, self.padding)
         given, seen = inputs.given, inputs.seen
-        ensure = partial(self._establishment.ensure, seen)
-        check = self.reader.own_errors_first(ensure, given.args, given.kwargs, given.size)
+        check = None
+        if inputs.is_due:
+            ensure = partial(self._establishment.ensure, seen)
+            check = self.reader.own_errors_first(ensure, given.args, given.kwargs, given.size)
+        else:
+            self._establishment.skip_checks(1)
         lengths = self.reader.lengths(inputs, self._repacking)
         objects = before if given.size or not has_objects else Objects(inputs.args, inputs.kwargs)
         private_step, output, mark = self._run(module, inputs, objects, sync)
-        self._carried.check(mark, seen, "a forward in training")
+        if changes := mark.changes():
+            self._carried.check(changes, mark, seen, "a forward in training")
         private_step.end_forward()
         self.state.pending = private_step
         if self.state.usage.is_part(given.size):
@@ -163,11 +168,6 @@ class ForwardBackward:
         if before is not None:
             self._left.note(given.args, given.kwargs, before)
         return output
-
-    def _refuse_other_settings(self) -> None:
-        """Raises ValueError if a setting of a layer is another one than at `make_private`."""
-        check_still_fixed(self._normalizations)
-        self.capture.arithmetic.refuse_changes()
 
     def _run(
         self, module: nn.Module, inputs: Inputs, objects: Objects | None,
@@ -297,7 +297,7 @@ class ForwardBackward:
 
     def begin_replay(self, clip_norms: Callable[[], list[float]]) -> None:
         """Opens a step whose sums a CUDA graph forms, as forward and backward of a batch would."""
-        self._refuse_other_settings()
+        self.capture.layers.check()
         samples = self.state.ticket.samples
         self._establishment.skip_checks(1)
         self._drop_pending()
@@ -360,8 +360,9 @@ class ForwardBackward:
             if meaning is None:
                 raise
             raise meaning from error
-        if mark.changes():
-            self._carried.check(mark, private_step.seen, "a backward", around=self._repacking)
+        if changes := mark.changes():
+            seen, around = private_step.seen, self._repacking
+            self._carried.check(changes, mark, seen, "a backward", around=around)
         if private_step.checks:
             with self.state.refused_together():
                 for check in private_step.checks:
@@ -384,14 +385,11 @@ class ForwardBackward:
         context, each = self.context, inputs.examples_per_unit
         samples = inputs.batch.size // each
         padding = None if inputs.padding is None else inputs.padding[::each]
-        kept = Kept()
-        kept.reads_values = inputs.is_looked_at
+        kept = Kept(KeptValues() if inputs.is_looked_at else None)
         uses = Uses(samples, kept)
-        is_fused = context.policy.fused
-        if is_fused and not all(starmap(available, self._kinds)):
-            say_plain(context.mode)
-            is_fused = False
-        if not is_fused:
+        if not self._is_fused:
+            if context.policy.fused:
+                say_plain(context.mode)
             return Plain(context, samples, uses, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and inputs.is_compiled:

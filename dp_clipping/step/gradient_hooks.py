@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 
 from dp_clipping.capture.network import CapturedNetwork
-from dp_clipping.torch_compat import accumulation_hooks, gradient_hooks, set_gradient_hooks
+from dp_clipping.torch_compat import gradient_hooks, set_gradient_hooks
 
 INSTEAD = "change .grad between optimizer.pre_step() and optimizer.step()"
 
@@ -33,14 +33,14 @@ class GradientHooks:
     """
 
     def __init__(self, capture: CapturedNetwork, is_wrapped: bool, is_divided: bool):
-        self._capture, self._is_wrapped = capture, is_wrapped
+        self._capture = capture
         hooked = list(filter(gradient_hooks, capture.parameters))
         if hooked and is_divided:
             raise ValueError(
                 f"{self._names(hooked)} has a hook of Tensor.register_hook, which would be called "
                 f"with this rank's part of the gradient: remove it, and {INSTEAD}"
             )
-        counts = map(len, self._accumulated())
+        counts = map(len, capture.hooks_after_accumulation(is_wrapped))
         if found := [p for p, n in zip(capture.parameters, counts, strict=False) if n]:
             raise ValueError(
                 f"{self._names(found)} has a hook of register_post_accumulate_grad_hook, which is "
@@ -50,25 +50,6 @@ class GradientHooks:
         self.taken: dict[Parameter, dict[int, Any]] = {p: gradient_hooks(p) for p in hooked}
         for parameter in hooked:
             set_gradient_hooks(parameter, None)
-        self._others: list[dict] = []
-
-    def note(self) -> None:
-        """Notes the hooks after accumulation that there are, which are the model's own."""
-        self._others = self._accumulated()
-        self._count = sum(map(len, self._others))
-
-    def refuse_later(self) -> None:
-        """Raises RuntimeError if a parameter has been given a hook since `make_private`."""
-        parameters = self._capture.parameters
-        if any(map(gradient_hooks, parameters)) or sum(map(len, self._others)) > self._count:
-            counts = map(len, self._accumulated())
-            found = list(filter(gradient_hooks, parameters))
-            found += [p for p, n in zip(parameters, counts, strict=False) if n > 1]
-            raise RuntimeError(
-                f"{self._names(found)} was given a hook after make_private, which is not called "
-                "with the noisy gradient: remove it, and call Tensor.register_hook before "
-                f"make_private, or {INSTEAD}"
-            )
 
     @torch.no_grad()
     def run(self) -> None:
@@ -84,12 +65,6 @@ class GradientHooks:
         for parameter, hooks in self.taken.items():
             hooks.update(gradient_hooks(parameter) or {})  # later ones come after them
             set_gradient_hooks(parameter, hooks)
-
-    def _accumulated(self) -> list[dict]:
-        """Returns the hooks after accumulation of each parameter; [] where others may have some."""
-        if self._is_wrapped:
-            return []
-        return [hooks or {} for hooks in map(accumulation_hooks, self._capture.parameters)]
 
     def _names(self, parameters: list[Parameter]) -> str:
         return ", ".join(self._capture.names[p] for p in parameters[:5])

@@ -55,6 +55,7 @@ class Inputs:
         padding: [rows] bool, True for rows that are padding; None: none is.
         fill: [rows] bool, True for rows that fill up a sample, or are padding; None: no sample has
             fewer than k examples.
+        is_due: the samples are to be looked for, or compared with others.
         is_looked_at: the batch is checked, so the host may wait for the device.
         is_through: its inputs have gradients: another network may be trained through this one.
         is_compiled: a part of the network is compiled.
@@ -69,6 +70,7 @@ class Inputs:
     examples_per_unit: int
     padding: Tensor | None
     fill: Tensor | None
+    is_due: bool
     is_looked_at: bool
     is_through: bool
     is_compiled: bool
@@ -134,10 +136,12 @@ class InputReader:
             padding = torch.arange(batch.size, device=device) >= real
         fill = None if each == 1 else ticket.fill_of(batch.size)
         tensors = tensors_of((args, kwargs)) if has_objects else batch.leaves
+        is_due = self.establishment.is_due(seen.size)
         return Inputs(
             args, kwargs, given, batch, seen, real, each, padding,
             fill=None if fill is None else fill.to(device),
-            is_looked_at=self.looks_at(seen.size),
+            is_due=is_due,
+            is_looked_at=is_due or ticket.alone is not None,
             is_through=any([getattr(x, "requires_grad", False) for x in tensors]),
             is_compiled=self.capture.is_compiled,
         )  # fmt: skip

@@ -124,7 +124,7 @@ class PrivateStep:
         self._is_in_forward, self.has_own_loss = True, False
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Joint, Tensor] = {}
-        self.slots = make_slots(self)
+        self.slots = make_slots(self) if self.is_compiled else {}
 
     def end_forward(self) -> None:
         """Is called when the forward has returned."""

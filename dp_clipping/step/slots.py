@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
 from dp_clipping.layers.handle import LayerState, Site
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Trainable
 from dp_clipping.torch_compat import apply_directly, is_compiled, transforms_run
@@ -71,13 +71,8 @@ class Layout:
 
 
 def make_slots(private_step: Any) -> dict[str, dict[str, Tensor]]:
-    """Returns layer -> name -> slot, of those that are made before the forward.
-
-    That is none but in a network of which a part is compiled: layers ask for slots there.
-    """
+    """Returns layer -> name -> slot, of all layers: they are made before the forward."""
     capture = private_step.capture
-    if not private_step.is_compiled:
-        return {handle.name: {} for handle in capture.handles}
     if apart := capture.apart:
         capture.make_whole(apart)
     layout = _layout_of(private_step)

@@ -14,7 +14,7 @@ A backward after `pre_step` opens another step, once `.grad` is empty. Mode `no_
 step goes from IDLE to NOISY, and back.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dp_clipping.arguments.thresholds import check_max_grad_norm
+from dp_clipping.clipping.coefficients import clip_norms_of
 from dp_clipping.sampling.usage import SampleUsage, Ticket
 
 
@@ -220,3 +222,48 @@ class StepState:
                 "optimizer.zero_grad()"
             )
         self.batch_number = number
+
+
+class Thresholds:
+    """C of the next step, and the threshold C_k of each of its clipping groups.
+
+    Args:
+        max_grad_norm: C, or a list of thresholds, one per group.
+        clipping: `"flat"` or `"per_layer"`.
+        groups: names of the clipping groups; None: mode `no_dp` has none.
+
+    Raises:
+        ValueError: for a threshold that is no finite number above 0, or not one per group.
+    """
+
+    def __init__(
+        self, max_grad_norm: float | list[float], clipping: str, groups: Sequence[str] | None
+    ):
+        self._clipping, self._groups = clipping, groups
+        self._known: list[float] = []
+        self.set(max_grad_norm)
+
+    def set(self, max_grad_norm: float | list[float]) -> None:
+        """Sets C from the next step on."""
+        self._known = self._checked(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
+
+    def clip_norms(self) -> list[float]:
+        """Returns C_k of each clipping group."""
+        if isinstance(self.max_grad_norm, list):  # whose entries may have changed
+            return self._checked(self.max_grad_norm)
+        return list(self._known)
+
+    def _checked(self, max_grad_norm: float | list[float]) -> list[float]:
+        groups = self._groups
+        if groups is None:
+            return []
+        check_max_grad_norm(max_grad_norm, self._clipping)
+        clip_norms = clip_norms_of(max_grad_norm, len(groups), self._clipping)
+        if len(clip_norms) != len(groups):
+            raise ValueError(
+                f"max_grad_norm has {len(clip_norms)} thresholds for {len(groups)} clipping groups "
+                f"({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''}): give one per "
+                "group, or one number"
+            )
+        return clip_norms

@@ -8,6 +8,7 @@ Files:
     perturb               which samples another run has in place of those of the first
     randomness            states of random generators, saved and restored
     objects               what networks and arguments hold, to see what a run leaves and put it back
+    places                the containers in which they hold it
     holders               what mappings and dataclasses hold, and copies that hold other things
     values                values of tensors, to find writes and to undo them
     draws                 runs without dropout, or with expected values for some random numbers

@@ -1,171 +1,55 @@
 """Finds what a network, an object or a call's arguments hold, to compare it and put it back.
 
+    Places      where values are held: it is searched once, and again as that changes
+    Snapshot    what was held at one moment: `Objects` of arguments, `Mark` of a network's `State`
+
 It is held in parameters, buffers and attributes of modules, and in them lists, dicts, sets,
 dataclasses, caches, and objects with attributes or slots.
 
 What functions hold (closures, default arguments, variables of modules) and attributes of classes
 are not looked for: docs/sharp_edges.md says why.
+
+Of a network, references and version counters are compared: a step makes three marks, and the host
+waits for no GPU. `values` keeps values too, and `guard.carried` decides what may change.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
-from operator import is_, methodcaller
-from types import MemberDescriptorType, MethodType
-from typing import Any, NamedTuple
+from operator import attrgetter, is_, methodcaller
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_clipping.torch_compat import (
     ADDED,
+    hooks_so_far,
     non_persistent_buffers,
     own_buffers,
     own_modules,
     own_parameters,
+    take_hooks_since,
     version_of,
+)
+from dp_clipping.trials.places import (
+    MISSING,
+    PLAIN,
+    Change,
+    Named,
+    Place,
+    Slots,
+    is_opened,
+    slots_of,
 )
 
 DEPTH, LENGTH = 8, 4096  # of nested containers; longer ones are data of other kinds
-OTHERS = {"torch", "numpy", "dp_clipping", "ddp", "opacus", "builtins", "logging", "enum"}
-"""Packages whose objects are not looked into."""
 # Attributes of every module, what private training adds, and what a criterion sets for a call.
 SKIPPED = frozenset(vars(nn.Module())) | ADDED | {"reduction"}
-PLAIN = (int, float, complex, str, bytes, type(None))
-MISSING = object()
-COPY = methodcaller("copy")
-
-
-class Change(NamedTuple):
-    """A value that has been replaced where it was held.
-
-    Attributes:
-        name: the name of the value.
-        is_model: it is a parameter, a persistent buffer, or a module with one of them.
-    """
-
-    name: str
-    is_model: bool
-    place: "Place"
-    key: Any
-
-
-class Slots:
-    """The attributes that an object has in slots, as a collection."""
-
-    def __init__(self, owner: Any, names: Collection[str]):
-        self._owner, self._names = owner, names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.copy())
-
-    def copy(self) -> list[Any]:
-        return [getattr(self._owner, name, MISSING) for name in self._names]
-
-    def put_back(self, copy: list[Any]) -> None:
-        for name, value in zip(self._names, copy, strict=True):
-            if value is not MISSING:
-                object.__setattr__(self._owner, name, value)
-            elif hasattr(self._owner, name):
-                object.__delattr__(self._owner, name)
-
-
-@dataclass(eq=False, slots=True)
-class Place:
-    """A container of values: a dict, a list, a deque, a set, or `Slots`.
-
-    Attributes:
-        name: prefix of the names of what it holds.
-        values: the container.
-        kind: "parameters", "buffers", "modules", "temporary" (names of buffers) or "attributes" of
-            a module, or of an object; "": a container in these.
-        temporary: names of those buffers that are not in the state dict.
-        skipped: keys of a dict that do not count.
-    """
-
-    name: str
-    values: Any
-    kind: str = ""
-    temporary: Collection[str] = ()
-    skipped: Collection[str] = ()
-
-    def keys(self) -> list[Any]:
-        """Returns the keys of a dict that count."""
-        return [key for key in self.values if key not in self.skipped]
-
-    def copy(self) -> Any:
-        if isinstance(self.values, dict):
-            return {key: self.values[key] for key in self.keys()}
-        return self.values.copy()
-
-    def put_back(self, copy: Any) -> None:
-        values = self.values
-        if isinstance(values, dict):  # a class of its own may refuse to be changed
-            kind: Any = OrderedDict if isinstance(values, OrderedDict) else dict
-            for key in self.keys():
-                kind.__delitem__(values, key)
-            for key, value in copy.items():
-                kind.__setitem__(values, key, value)
-        elif isinstance(values, Slots):
-            values.put_back(copy)
-        elif isinstance(values, list):
-            list.__setitem__(values, slice(None), list(copy))
-        else:
-            values.clear()
-            (values.update if isinstance(values, set) else values.extend)(copy)
-
-    def is_as(self, copy: Any) -> bool:
-        """Returns whether it still holds the objects of `copy`, in the same order."""
-        now: Any = self.values
-        if isinstance(now, set):
-            return now == copy
-        if isinstance(now, dict):
-            keys = self.keys()
-            now = [*keys, *map(dict.get, repeat(now), keys)]
-            copy = [*copy, *copy.values()]
-        return len(now) == len(copy) and all(map(is_, now, copy))
-
-    def changed(self, copy: Any) -> list[Any]:
-        """Returns the keys whose value was replaced by an unequal one; [None]: the whole."""
-        if self.kind == "temporary":
-            return []
-        if not isinstance(self.values, dict):
-            as_many = len(self.values) == len(copy)
-            is_same = as_many and all(map(_is_same, self.values, copy))
-            return [] if is_same else [None]
-        now = self.values
-        return [
-            key
-            for key in dict.fromkeys([*copy, *self.keys()])
-            if not _is_same(copy.get(key, MISSING), now.get(key, MISSING))
-        ]
-
-    def change(self, key: Any) -> Change:
-        name = self.name.rstrip(".") if key is None else f"{self.name}{key}"
-        return Change(name.lstrip("."), self.is_model(key), self, key)
-
-    def is_model(self, key: Any) -> bool:
-        """Returns whether a change of this key is one of the model; see `Change`."""
-        if self.kind == "buffers":
-            return key not in self.temporary
-        if self.kind == "modules":
-            child = self.values.get(key)
-            return child is None or any(True for _ in chain(child.parameters(), child.buffers()))
-        return self.kind == "parameters"
-
-
-@dataclass(eq=False, slots=True)
-class Named:
-    """A tensor that is held somewhere; `place` is None for one that was given itself."""
-
-    tensor: Tensor
-    place: Place | None
-    key: Any
+COPY, TENSOR = methodcaller("copy"), attrgetter("tensor")
 
 
 class Places:
@@ -224,7 +108,7 @@ class Places:
             if is_opened(kind) and hasattr(value, "__dict__"):
                 attributes = Place(f"{name}.", vars(value), "attributes", skipped=SKIPPED)
                 self._hold(attributes, depth)
-            if slots := _slots_of(kind):
+            if slots := slots_of(kind):
                 self._hold(Place(f"{name}.", Slots(value, slots)), depth)
 
     def _visit_module(self, module: nn.Module, name: str) -> None:
@@ -375,24 +259,137 @@ def is_freed(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def is_opened(kind: Any) -> bool:
-    """Returns whether objects of a class may keep values for a network."""
-    return kind.__module__.partition(".")[0] not in OTHERS and not issubclass(kind, type)
-
-
-@lru_cache(maxsize=1024)
-def _slots_of(kind: Any) -> tuple[str, ...]:
-    """Returns the names of the attributes that objects of a class have in slots."""
-    own = [vars(one) for one in kind.__mro__ if is_opened(kind) and "__slots__" in vars(one)]
-    return tuple(n for one in own for n, x in one.items() if isinstance(x, MemberDescriptorType))
-
-
-@lru_cache(maxsize=1024)
 def _is_wrapper(kind: Any) -> bool:
     """Returns whether a class is FSDP1's, which keeps state of its own in attributes."""
     return "FullyShardedDataParallel" in [one.__name__ for one in kind.__mro__]
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Returns whether both are one object, or equal numbers or strings."""
-    return a is b or (type(a) is type(b) and isinstance(a, PLAIN) and (a == b or a != a))
+class State:
+    """The places of a network, or of another object, which are searched for again as they change.
+
+    Args:
+        root: the network or object.
+        is_sharded: it is a sharded network. FSDP puts other tensors in the place of its parameters
+            between forward and backward, so they are left out; FSDP1 does so by attributes, which
+            are left out too.
+
+    Attributes:
+        harmless: what changes and carries nothing: its container, by that and the key.
+        changes: of what has been rewound.
+    """
+
+    def __init__(self, root: Any, is_sharded: bool = False):
+        self.root, self.is_sharded = root, is_sharded
+        self.harmless: dict[tuple[int, Any], Any] = {}
+        self.changes: list[Change] = []
+        self.walk()
+
+    def walk(self) -> None:
+        """Searches for the places again."""
+        is_covered = self.is_sharded and any(map(_is_wrapper, map(type, self.root.modules())))
+        self.places = Places(self.root, not self.is_sharded, not is_covered)
+        self.tensors = [
+            named
+            for named in self.places.tensors
+            if named.place is not None
+            and (x := named.tensor).grad_fn is None  # others live for one step
+            and has_memory(x)
+            and not x.is_inference()
+        ]
+        now = Snapshot(self.places)
+        self._sizes, self._known = now.sizes, list(map(id, now.values))
+
+    def mark(self) -> "Mark":
+        """Returns a mark of all values that are held now, including those in new objects."""
+        mark = Mark(self)
+        ids = list(map(id, mark.values))
+        if mark.sizes != self._sizes or (ids != self._known and self._has_new(mark)):
+            self.walk()
+            return Mark(self)
+        self._known = ids
+        return mark
+
+    def _has_new(self, mark: "Mark") -> bool:
+        """Returns whether a dict holds another object than before that may be a place itself."""
+        known = set(self._known)
+        return any(
+            id(value) not in known
+            and not isinstance(value, PLAIN)
+            and (id(place.values), key) not in self.harmless
+            for place, copy in zip(self.places.dicts, self.places.copies(mark.values), strict=True)
+            for key, value in copy.items()
+        )
+
+    @contextmanager
+    def rewound(self, *given: Any, only_given: bool = False) -> Iterator[None]:
+        """Restores what the body replaces, and adds it to `changes` for the enclosing `Restored`.
+
+        Args:
+            given: arguments of a call. What they and objects in them hold is restored too.
+            only_given: nothing else is.
+        """
+        objects = Objects(*given, with_values=True)
+        mark = None if only_given else self.mark()
+        try:
+            yield
+        finally:
+            if mark is not None:
+                self.changes += mark.replaced()
+                mark.put_back()
+            objects.put_back()
+
+    def is_harmless(self, change: Change) -> bool:
+        return (id(change.place.values), change.key) in self.harmless
+
+
+class Mark(Snapshot):
+    """Records what a `State` held at one moment."""
+
+    def __init__(self, state: State):
+        self.state, self.places, self._all = state, state.places, state.tensors
+        self.renew()
+
+    def renew(self) -> None:
+        super().renew()
+        self._hooks = hooks_so_far()
+        self.tensors = self._all
+        self._versions = _versions(self.tensors)
+
+    def forget_buffers(self) -> None:
+        """Ignores writes to buffers."""
+        self.tensors = [named for named in self.tensors if named.place.kind != "buffers"]
+        self._versions = _versions(self.tensors)
+
+    def replaced(self) -> list[Change]:
+        """Returns the objects that were replaced, removed or added."""
+        return [p.change(key) for p, copy in self.differing() for key in p.changed(copy)]
+
+    def changes(self) -> list[Change]:
+        """Returns values that were replaced or written to, without those known to be harmless."""
+        if self.is_same() and _versions(self.tensors) == self._versions:
+            return []
+        found = self.replaced() + [x.place.change(x.key) for x in self.written()]
+        return [change for change in dict.fromkeys(found) if not self.state.is_harmless(change)]
+
+    def written(self) -> list[Named]:
+        """Returns tensors that were written to, by their version counters."""
+        moved = zip(self.tensors, _versions(self.tensors), self._versions, strict=True)
+        return [named for named, new, old in moved if new != old]
+
+    def put_back(self) -> list[tuple[dict, int, Any]]:
+        """Puts back everything that was held; returns the hooks that have come since.
+
+        A forward that registers hooks may note in an attribute that it has (Hugging Face's, for
+        hidden states), and would register them again and again if that alone were put back.
+        """
+        super().put_back()
+        root = self.state.root
+        if hooks_so_far() == self._hooks or not isinstance(root, nn.Module):
+            return []
+        return [hook for m in root.modules() for hook in take_hooks_since(m, self._hooks)]
+
+
+def _versions(named: list[Named]) -> list[tuple[int, int]]:
+    """Returns numbers that each write and each `x.data = ...` change; the host does not wait."""
+    tensors = list(map(TENSOR, named))
+    return list(zip(map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True))

@@ -8,6 +8,7 @@ results are whatever memory held.
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -24,9 +25,10 @@ from triton.runtime.jit import JITFunction
 import dp_clipping
 from dp_clipping import PrivacyEngine
 from dp_clipping.kernels.launch import tiles
-from dp_clipping.noise import kernel as noise
+from dp_clipping.noise import gaussian as noise
 
 WARM_UP, STEPS = 9, 30
+OWN = f"{dp_clipping.__path__[0]}/"
 DEVICE = "no device"  # under which kernels are kept: real ones have numbers
 
 
@@ -160,14 +162,13 @@ def step_of(name: str, layers: int, private: bool, compiled: bool = False) -> Ca
     return step
 
 
-def calls_of(step: Callable[[], None]) -> tuple[int, int]:
-    """Returns how many functions written in Python a step calls, and how many of `dp_clipping`."""
-    own, counts = dp_clipping.__path__[0], [0, 0]
+def called_of(step: Callable[[], None]) -> Counter[str]:
+    """Returns how many functions written in Python a step calls, by the file that they are in."""
+    counts: Counter[str] = Counter()
 
     def count(frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            counts[0] += 1
-            counts[1] += frame.f_code.co_filename.startswith(own)
+            counts[frame.f_code.co_filename] += 1
 
     before, collects = sys.getprofile(), gc.isenabled()
     gc.disable()  # finalizers of what other code has left are no part of the step
@@ -178,7 +179,18 @@ def calls_of(step: Callable[[], None]) -> tuple[int, int]:
         sys.setprofile(before)
         if collects:
             gc.enable()
-    return counts[0], counts[1]
+    return counts
+
+
+def calls_of(step: Callable[[], None]) -> tuple[int, int]:
+    """Returns how many functions written in Python a step calls, and how many of `dp_clipping`."""
+    counts = called_of(step)
+    return counts.total(), sum(counts[file] for file in counts if file.startswith(OWN))
+
+
+def files_of(step: Callable[[], None]) -> list[str]:
+    """Returns the files of `dp_clipping` that a step passes, in their folder."""
+    return sorted(file.removeprefix(OWN) for file in called_of(step) if file.startswith(OWN))
 
 
 def milliseconds_of(step: Callable[[], None]) -> float:
@@ -204,8 +216,8 @@ def main() -> None:
                 calls, own = calls_of(step)
                 print(
                     f"{name}, 12 layers, {'private' if private else 'ordinary'}: {calls} calls in "
-                    f"Python, {own} of dp_clipping; {launches} launches of its kernels; "
-                    f"{milliseconds_of(step):.1f} ms"
+                    f"Python, {own} of dp_clipping, in {len(files_of(step))} of its files; "
+                    f"{launches} launches of its kernels; {milliseconds_of(step):.1f} ms"
                 )
 
 

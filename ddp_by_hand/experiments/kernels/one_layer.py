@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import stored_dtype
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
 from dp_clipping.kernels.launch.tuning import TimedCall, interleaved
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
 from dp_clipping.kernels.weighted_sum import weighted_sum
 from dp_clipping.planning.cost_model import (

@@ -1,11 +1,8 @@
-"""Refuses changes of what a backward keeps, between its arrival and its use.
+"""Compares values of what a backward keeps, where the losses of a batch are checked.
 
-Autograd gives one gradient tensor to all branches that need it, and a hook or a backward on another
-branch may write to it after a layer has delivered it. So the versions of all tensors that are kept
-are noted on arrival, and compared before norms and before sums are formed.
-
-`Tensor.data`, NumPy and kernels of other libraries write without a new version. So where the losses
-of a batch are checked, values are noted and compared too, also between two backwards.
+`Tensor.data`, NumPy and kernels of other libraries write without a new version, which every step
+compares (`step.sums.backward_state.Kept`). Here values are noted on arrival, and compared before
+norms and before sums are formed, also between two backwards.
 """
 
 from collections.abc import Iterable
@@ -16,24 +13,15 @@ from torch import Tensor
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.torch_compat import version_of
 from dp_clipping.trials.seen import Summary, differ
-from dp_clipping.trials.values import checksum, others
+from dp_clipping.trials.values import checksum
+from dp_clipping.trials.values import others as other_sums
 
 
-class Kept:
-    """Refuses other versions, and in some steps other values, of the tensors that one step keeps.
-
-    Attributes:
-        reads_values: values are noted and compared too.
-    """
+class KeptValues:
+    """The values of the tensors that one step keeps."""
 
     def __init__(self) -> None:
-        self.reads_values = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Forgets what was noted."""
         self._values: dict[Trainable, list[Tensor]] = {}  # checksums
         self._arrived: dict[Trainable, tuple[str, list[Summary]]] = {}
 
@@ -73,25 +61,7 @@ class Kept:
                 return True
         return False
 
-    def refuse_changed(
-        self,
-        noted: Iterable[tuple[tuple[Trainable, ...], tuple[Tensor, ...], tuple[int, ...]]],
-        values: bool = True,
-    ) -> None:
-        """Raises RuntimeError if a tensor has changed since it was noted.
-
-        Args:
-            noted: parameters, the tensors of what is kept for them, and their versions then.
-            values: their values were noted, too.
-        """
-        noted = list(noted)
-        changed = [own for own, tensors, then in noted if then != tuple(map(version_of, tensors))]
-        if self.reads_values and values and not changed:
-            changed = self._others([one[:2] for one in noted])
-        if changed:
-            raise changed_in_place(dict.fromkeys(own[0].name for own in changed))
-
-    def _others(
+    def others(
         self, noted: list[tuple[tuple[Trainable, ...], tuple[Tensor, ...]]]
     ) -> list[tuple[Trainable, ...]]:
         """Returns the parameters of what has other values than were noted; the host waits once.
@@ -103,18 +73,8 @@ class Kept:
             for own, tensors in noted
             for before, tensor in zip(self._values.get(own[0], ()), tensors, strict=False)
         ]
-        flags = others((before for _, before, _ in pairs), (checksum(x) for _, _, x in pairs))
+        flags = other_sums((before for _, before, _ in pairs), (checksum(x) for _, _, x in pairs))
         return [own for (own, _, _), is_other in zip(pairs, flags, strict=True) if is_other]
-
-
-def changed_in_place(names: Iterable[str]) -> RuntimeError:
-    """Returns the error for parameters of whose layers a kept tensor has changed."""
-    return RuntimeError(
-        f"{', '.join(names)}: the gradient of its layer's output, or its input, was changed in "
-        "place in backward after the layer had used it, so its clipped sum would not be that of "
-        "its norm: in a hook, or in the backward of a torch.autograd.Function on another branch, "
-        "return a new tensor, as return gradient * 2 in place of return gradient.mul_(2)"
-    )
 
 
 def _summaries(tensors: Iterable[Tensor]) -> list[Summary]:

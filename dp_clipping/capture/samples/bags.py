@@ -104,12 +104,15 @@ class KnownBags:
 
     Args:
         flatten: a tree of arguments -> its leaves and its structure, as a `Batch` has them.
+
+    Attributes:
+        modules: its `nn.EmbeddingBag` layers, by name; without one there are no bags.
     """
 
     def __init__(self, network: nn.Module, flatten: Callable[[Any], tuple[list[Any], Any]]):
         self._flatten = flatten
         modules = network.named_modules()
-        self._modules = [(name, m) for name, m in modules if isinstance(m, nn.EmbeddingBag)]
+        self.modules = [(name, m) for name, m in modules if isinstance(m, nn.EmbeddingBag)]
         self._known: dict[Hashable, tuple[Bags, ...]] = {}
 
     def forget(self) -> None:
@@ -121,7 +124,7 @@ class KnownBags:
 
     def of(self, args: tuple, kwargs: dict) -> tuple[Bags, ...] | None:
         """Returns the bags in these arguments; None if no such arguments have been seen."""
-        return self._known.get(self._key(args, kwargs)) if self._modules else ()
+        return self._known.get(self._key(args, kwargs))
 
     def learn(
         self, args: tuple, kwargs: dict, run: Callable[..., Any], is_empty: bool = False
@@ -138,7 +141,7 @@ class KnownBags:
         leaves = self._flatten((args, kwargs))[0]
         found: list[Bags] = []
         with ExitStack() as stack:
-            for name, module in self._modules:
+            for name, module in self.modules:
                 note = partial(_note, name or "the network", leaves, found, is_empty)
                 hook = module.register_forward_pre_hook(note, with_kwargs=True)
                 stack.callback(hook.remove)

@@ -14,6 +14,7 @@ from dp_clipping.torch_compat import PLAIN_LEAVES, tree_flatten, tree_leaves
 from dp_clipping.trials.objects import Objects, exchanged
 
 LOOKED_AT = 32
+CALLS = 16  # shapes of arguments that are remembered
 OTHER_VALUES = (
     "an argument of the model has shape {shape} in a batch of {size} samples, and other values "
     "than in an earlier batch, so it may hold what it has of several samples: give a tensor with a "
@@ -119,6 +120,38 @@ class Constants:
             if x.dim() != before.dim() or not torch.allclose(one, other, 0, 0, equal_nan=True):
                 return OTHER_VALUES.format(shape=tuple(x.shape), size=batch.size)
         return None
+
+
+class Shapes:
+    """Remembers shapes of a criterion's arguments, to find dimensions that do not count samples.
+
+    A dimension that had size n in an earlier call and has size n now does not count samples, if the
+    earlier batch had another size and n is no multiple of it (as for tokens in one dimension).
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple, set[tuple[int, torch.Size]]] = {}
+
+    def note(self, arguments: tuple[tuple, dict], size: int) -> None:
+        """Remembers the shapes of a call with `size` samples."""
+        for key, x in keyed(arguments):
+            seen = self._seen.setdefault(key, set())
+            if len(seen) < CALLS:
+                seen.add((size, x.shape))
+
+    def counts_samples(self, key: tuple, dim: int, size: int) -> bool:
+        """Returns whether a dimension of the batch's `size` may count samples."""
+        seen = self._seen.get(key, ())
+        return not any(shape[dim] == size and size % batch for batch, shape in seen)
+
+
+def keyed(arguments: tuple[tuple, dict]) -> list[tuple[tuple, Tensor]]:
+    """Returns the tensors of a call, each with a key that identifies the argument."""
+    args, kwargs = arguments
+    given = tensors_of(arguments) if hold_objects(args, kwargs) else [*args, *kwargs.values()]
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    kinds = tuple(map(Tensor.dim, tensors)), tuple(kwargs)
+    return [((n, *kinds), x) for n, x in enumerate(tensors)]
 
 
 class Batch:

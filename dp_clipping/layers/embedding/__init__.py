@@ -2,8 +2,7 @@
 
 Files:
 
-    module                embeddings: an output for each id
+    module                embeddings: an output for each id; norms and sums from each sample's ids
     bag                   bags: sums and means over ids, [batch, tokens] or with offsets
-    factors               norms and sums from each sample's ids
-    tied                  the same on kernels of a weight that takes part in products too, a head's
+    tied                  the same of a weight that takes part in products too, as a head's does
 """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout, expand_shared
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
+from dp_clipping.layers.embedding.module import EmbeddingFactors, by_sample, without_padding
 from dp_clipping.layers.handle import FIRST, LayerState, forward_of
 from dp_clipping.layers.recorder import FACTORS
 

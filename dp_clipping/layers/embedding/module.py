@@ -1,5 +1,8 @@
 """Embeddings: y = W[ids], so row v of G_i is the sum of output gradients of sample i's tokens v.
 
+Tokens that repeat within a sample add up before the norm is taken: the squared norm is the sum,
+over the distinct tokens of the sample, of the squared norm of that sum.
+
 In a region that `torch.compile` traces, ids and output gradients are the gradients of slots, as
 `layers.linear` explains.
 """
@@ -10,9 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dp_clipping.clipping.accumulation import (
+    Weights,
+    accumulation_dtype,
+    only,
+    squared_norms,
+)
+from dp_clipping.clipping.norms import Norm
+from dp_clipping.kernels.embedding import Tokens
+from dp_clipping.kernels.small_table import is_small, table_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import Layout
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, by_sample, without_padding
 from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.recorder import CHANGED, FACTORS, LOOK_UP_SLOTS
 
@@ -72,7 +83,9 @@ class Embedding(torch.autograd.Function):
             layout = Layout(kind, dim)
         else:
             layout, batch_size = site.layout, private_step.batch_size
-        ids, gy = by_sample(ids, tensor_parallel.arrived(gy), layout, batch_size)
+        if type(gy) is not Tensor or torch.is_grad_enabled():
+            gy = tensor_parallel.arrived(gy)
+        ids, gy = by_sample(ids, gy, layout, batch_size)
         gy = without_padding(ids, gy, padding_idx)
         if site is None:
             dtype, of_tokens = ctx.slots
@@ -84,3 +97,114 @@ class Embedding(torch.autograd.Function):
         factors = EmbeddingFactors(ids, gy, ctx.vocabulary)
         private_step.take(FACTORS, site.records, factors, factors.held(factors))
         return None, None, None, None, None, None
+
+
+def without_padding(ids: Tensor, gy: Tensor, padding_idx: int | None) -> Tensor:
+    """Returns output gradients [B, T, d] with those of padding tokens zero: they train nothing."""
+    if padding_idx is None:
+        return gy
+    return gy.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+
+
+def by_sample(
+    ids: Tensor, y: Tensor, layout: Layout | None, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Returns ids [B, T] and output gradients [B, T, d], of ids [..] and y [.., d].
+
+    Args:
+        layout: where their samples are; None: in the first dimension.
+    """
+    if layout is not None:
+        ids, y = layout.batch_first(ids, batch_size), layout.batch_first(y, batch_size)
+    if ids.ndim != 2 or ids.shape[0] != batch_size:
+        ids, y = ids.reshape(batch_size, -1), y.reshape(batch_size, -1, y.shape[-1])
+    return ids, y
+
+
+class EmbeddingFactors:
+    """Factors of one use: ids, int32 or int64, and output gradients y.
+
+    Args:
+        ids, y: [B, T] and [B, T, d]. Where samples have different numbers of tokens, these are
+            laid behind each other, [N] and [N, d]: no row makes them as long as the longest.
+        samples: [N], whose each of those is, ascending; `batch_size` is B.
+    """
+
+    held = attrgetter("ids", "y")
+
+    def __init__(
+        self, ids: Tensor, y: Tensor, vocabulary: int, samples: Tensor | None = None,
+        batch_size: int = 0,
+    ):  # fmt: skip
+        self.ids, self.y, self.vocabulary = ids.long(), y, vocabulary
+        self.samples = samples
+        self.batch_size = ids.shape[0] if samples is None else batch_size
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def norm(self) -> Norm:
+        """Returns ‖G_i‖² of the sums over equal tokens, which are what `weighted_sum` adds."""
+        sums, samples, _ = self.distinct()
+        squares = squared_norms(sums)
+        total = squares.new_zeros(self.batch_size, dtype=torch.float64)
+        total.index_add_(0, samples, squares.double())
+        return Norm(total.to(squares.dtype))
+
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns samples [N], ids [N] and y [N, d] of all tokens, y in the accumulation dtype."""
+        ids, y = self.ids.flatten(), self.y.reshape(-1, self.y.shape[-1])
+        samples = self.samples
+        if samples is None:
+            samples = torch.arange(self.batch_size, device=ids.device)[:, None]
+            samples = samples.expand(self.ids.shape).flatten()
+        return samples, ids, y.to(accumulation_dtype(y.dtype))
+
+    def distinct(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns sums [N, d] in `accumulation_dtype(dtype)` over equal tokens of a sample, and
+        of which sample [N] and token [N] they are.
+
+        Sorting numbers the distinct tokens without a table of the vocabulary's size. Rows behind
+        the last of these sums are zero.
+        """
+        if self._sums is None:
+            samples, ids, y = self._rows()
+            keys = samples * self.vocabulary + ids
+            ordered, order = keys.sort()
+            new = torch.ones_like(ordered)
+            new[1:] = ordered[1:] != ordered[:-1]
+            rows = torch.empty_like(order).scatter_(0, order, new.cumsum(0) - 1)
+            which = torch.zeros_like(keys).scatter_(0, rows, keys)
+            of_sample = which.div(self.vocabulary, rounding_mode="floor")
+            sums = y.new_zeros(y.shape).index_add_(0, rows, y)
+            self._sums = sums, of_sample, which - of_sample * self.vocabulary
+        return self._sums
+
+    def weighted_sum(self, weights: Weights) -> Tensor:
+        """Returns Σ_i c_i G_i [V, d] in `accumulation_dtype(dtype)`."""
+        sums, samples, tokens = self.distinct()
+        c = weights.of_dtype(sums.dtype)[samples][:, None]
+        total = sums.new_zeros(self.vocabulary, sums.shape[1])
+        return total.index_add_(0, tokens, sums * c)
+
+    def dense(self) -> Tensor:
+        """Returns G [B, V, d] in `accumulation_dtype(dtype)`: the reference implementation."""
+        samples, ids, y = self._rows()
+        total = y.new_zeros(self.batch_size, self.vocabulary, y.shape[-1])
+        return total.index_put_((samples, ids), y, accumulate=True)
+
+    def add_to(self, gradients: Tensor) -> None:
+        """Adds G to gradients [B, V, d], in place."""
+        sums, samples, tokens = self.distinct()
+        gradients.index_put_((samples, tokens), sums.to(gradients.dtype), accumulate=True)
+
+    def on_kernels(self) -> Tokens | Tensor:
+        """Returns the tokens for the kernels, or G [B, V, d] float32 of a small table."""
+        if self.samples is not None:
+            return Tokens(self.ids[:, None], self.y[:, None], self.vocabulary, self.samples)
+        if is_small(self.vocabulary, self.ids.shape[1]):
+            return table_gradients(self.ids, self.y, self.vocabulary)
+        return Tokens(self.ids, self.y, self.vocabulary)
+
+    def only(self, good: Tensor) -> "EmbeddingFactors":
+        """Returns zeros for the samples that are not `good` [B]."""
+        y = only(self.y, good if self.samples is None else good[self.samples])
+        return EmbeddingFactors(self.ids, y, self.vocabulary, self.samples, self.batch_size)

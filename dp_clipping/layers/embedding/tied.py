@@ -1,4 +1,6 @@
-"""A weight that embeds ids and takes part in products too, as a language model's head, on kernels.
+"""A weight that embeds ids and takes part in products too, as that of a language model's head.
+
+`TiedFactors` computes norms and sums in PyTorch, `TiedTokens` on kernels, as is said here.
 
 W [V, d] looks up ids and multiplies inputs a [B, T, d] into outputs, of which y [B, T, V] are the
 gradients; e [B, S, d] are those of what ids [B, S] have looked up:
@@ -39,17 +41,46 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import SUM_ROUNDING, wide_product
 from dp_clipping.clipping.norms import GRAM_ROUNDING, LOST, Norm
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.embedding import Tokens, TokenSums, token_sums
 from dp_clipping.kernels.gradient import gradient_and_squares
 from dp_clipping.kernels.gram import gram_squares
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_product
-from dp_clipping.layers.embedding.factors import TiedFactors
-from dp_clipping.layers.linear_factors import inner_products
+from dp_clipping.layers.embedding.module import EmbeddingFactors
+from dp_clipping.layers.projection import LinearFactors, inner_products
 from dp_clipping.planning.cost_model import LONGEST_GRAM
 
 ADDED = 2.0**-22  # what c times L, c times E and their sum lose
 PAIRS = 1 << 21  # of tokens t and s, whose products are held at a time
+
+
+class TiedFactors(LinearFactors):
+    """Factors of a weight [V, d] that is in products too, as that of a language model's head.
+
+    G of a few samples is formed at a time, normed, and summed, as of many tokens; `TiedTokens`
+    forms none.
+
+    Args:
+        products: a [B, T, d], and output gradients y [B, T, V].
+    """
+
+    held = attrgetter("a", "y", "look_ups.ids", "look_ups.y")
+
+    def __init__(self, products: LinearFactors, look_ups: EmbeddingFactors):
+        super().__init__(products.a, products.y, products.transposed)
+        self.look_ups, self.is_one_token, self.accumulates = look_ups, False, True
+
+    def gradients(self, part: slice) -> Tensor:
+        """Returns G of some samples."""
+        gradients = super().gradients(part)
+        sums, samples, tokens = self.look_ups.distinct()
+        mine = (samples >= part.start) & (samples < part.stop)
+        rows, own = (samples[mine] - part.start, tokens[mine]), sums[mine].to(gradients.dtype)
+        return gradients.index_put_(rows, own, accumulate=True)
+
+    def only(self, good: Tensor) -> "TiedFactors":
+        """Returns zeros for the samples that are not `good` [B]."""
+        return TiedFactors(super().only(good), self.look_ups.only(good))
 
 
 class TiedTokens:

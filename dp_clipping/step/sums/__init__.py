@@ -4,9 +4,8 @@ Files:
 
     work                  when norms and sums are formed
     sync_points           where ranks of a sharded model send norms and sums
-    plain                 norms, coefficients and sums in plain PyTorch
+    plain                 norms, coefficients and sums in plain PyTorch; several uses, joined
     fused, clipped_sums   the same on the kernels, with few launches
-    uses                  what several uses of a parameter leave, joined
-    layer_plans           how each linear layer is handled
-    step_norms            norms of one backward, and their sums over ranks
+    layer_plans           how each linear layer is handled, on kernels
+    backward_state        norms and versions of what one backward leaves
 """

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
+from dp_clipping.kernels.coefficients import Coefficients, SortedCoefficients
 from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import on_device, tile_of
-from dp_clipping.kernels.sorted_coefficients import Coefficients, SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.recorder import Trainable

@@ -25,7 +25,7 @@ from dp_clipping.clipping.coefficients import (
     finite_samples,
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
-from dp_clipping.kernels.coefficients import clip_coefficients, squared_bounds
+from dp_clipping.kernels.coefficients import Coefficients, clip_coefficients, squared_bounds
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.packing import packed_at_a_time
 from dp_clipping.kernels.embedding import Tokens, token_sums
@@ -33,15 +33,14 @@ from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
-from dp_clipping.kernels.sorted_coefficients import Coefficients
 from dp_clipping.kernels.squared_norms import (
     squared_norms,
     squares_of_products,
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution
-from dp_clipping.layers.embedding.factors import TiedFactors
-from dp_clipping.layers.embedding.tied import TiedTokens
+from dp_clipping.layers.embedding.tied import TiedFactors, TiedTokens
+from dp_clipping.layers.norm import plain_gradients
 from dp_clipping.layers.projection import precision_of
 from dp_clipping.layers.recorder import (
     DENSE,
@@ -57,7 +56,6 @@ from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.clipped_sums import Table, clipped_sums
-from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import allocated, version_of
 
@@ -75,7 +73,7 @@ class Fused(Work):
     """The work of one batch on kernels."""
 
     fused = True
-    plans: FusedPlans
+    plans: Any  # `layer_plans.FusedPlans`
 
     def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
         super().begin(losses, clip_norms, accumulate)
@@ -178,11 +176,12 @@ class Fused(Work):
         of_convolutions: list[Trainable] = []
         tables: list[Tokens] = []
         of_tables: list[Trainable] = []
-        most = packed_at_a_time(self._held - allocated(self._device))
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
             if type(value) is convolution.Factors:
+                if not convolutions:
+                    most = packed_at_a_time(self._held - allocated(self._device))
                 convolutions.append(ConvolutionFactors(value, most))
                 of_convolutions.append(record)
                 del left, value
@@ -287,7 +286,7 @@ class Fused(Work):
             if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
                 results = norm_layer_gradients(uses)
             else:  # in the interpreter
-                results = [use.plain(torch.float32) for use in uses]
+                results = [plain_gradients(use, torch.float32) for use in uses]
         return [
             (record, gradients)
             for left, formed in zip(normalized, results, strict=True)
@@ -299,9 +298,10 @@ class Fused(Work):
         members, norms = self.context.capture.members, self.norms
         is_all = len(groups) == len(members)
         records = [record for k in groups for record in members[k]]
-        refuse_repeated(norms.table, self.counts, records)
+        if self.counts:
+            refuse_repeated(norms.table, self.counts, records)
         squared = None
-        if norms.split.is_split:
+        if norms.split is not None:
             squared, bounds = norms.squares_and_bounds()
             self._scale = self._of_bounds(bounds, groups)
         elif not is_all or self.kept or self.recomputed:

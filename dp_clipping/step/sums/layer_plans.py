@@ -1,8 +1,6 @@
 """Plans how each linear layer of a step is handled, by its uses in forward."""
 
-from collections.abc import Collection, Mapping
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,14 +12,12 @@ from dp_clipping.layers.handle import LayerState
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.planning.cost_model import INSTANTIATE, LayerPlan, LinearShape, rates_of
 from dp_clipping.planning.plan import Plan
+from dp_clipping.step.sums.backward_state import Call, PlainPlans
 from dp_clipping.torch_compat import allocated
 
 # Of an ordinary step's memory: the rest is for what backward holds in passing.
 MEMORY_FRACTION = 0.93
 LEAST_ROUNDED = 1 << 25  # products of a sample: with 64, norm and sum take 0.2 ms in float32
-
-Call = tuple[Trainable, torch.Size, torch.dtype, int]
-"""A use of a linear layer: its weight, its input's shape [.., p] and dtype, and its outputs."""
 
 
 class MeasuredCalls(list[Call]):
@@ -45,48 +41,6 @@ class MeasuredCalls(list[Call]):
     def add_other(self, x: Tensor, y: Tensor, passing: int, kept: int) -> None:
         """Adds a use, after its forward. The gradient of y is there in place of y."""
         self.others.append((len(self), allocated(self._device) + x.nbytes, passing, kept))
-
-
-class PlainPlans:
-    """The plans of a step without kernels: none, as `Plain` chooses by what has arrived.
-
-    Attributes:
-        calls: uses of linear layers in forward, in order.
-        measures: the forward is measured, so layers that are not planned call `note_other`.
-        at_first: bytes in use before the forward.
-        runs_twice: some layers' factors are computed again in a second backward.
-        kept_as_they_are: weights whose factors are kept until their sums are formed.
-        gradient_bytes: weight -> bytes of a G that is formed of what it leaves.
-        roundable: weights whose float32 kernels round to 11 bits, if PyTorch may multiply it in
-            TensorFloat-32: those of large products, but none that the plan has in a second
-            backward of its own, that several ranks have whole, or whose algorithm the user has
-            chosen. What is large does not depend on how many samples there are.
-    """
-
-    measures = runs_twice = False
-    at_first = 0
-    kept_as_they_are: Collection[Trainable] = ()
-    gradient_bytes: Mapping[Trainable, int] = MappingProxyType({})
-    roundable: Collection[Trainable] = ()
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def make(self) -> None:
-        """Makes the plan, after the forward has called all layers."""
-
-    def slots_of(self, handle: LayerState) -> Any:
-        """Returns a weight's `WeightSlots` in a compiled region; None: a slot for its G."""
-        return None
-
-    @property
-    def of_slots(self) -> Any:
-        """Returns what determines the slots of a compiled forward, beside its batch size."""
-        return None
-
-    def foresaw_too_much(self) -> bool:
-        """Returns whether a compiled forward has saved so little that the plan is another one."""
-        return False
 
 
 class FusedPlans(PlainPlans):

@@ -34,8 +34,7 @@ from dp_clipping.layers.recorder import (
 )
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums.layer_plans import PlainPlans
-from dp_clipping.step.sums.step_norms import StepNorms
+from dp_clipping.step.sums.backward_state import PlainPlans, StepNorms
 from dp_clipping.step.sums.sync_points import SyncPoints
 from dp_clipping.torch_compat import allocated, current_backward, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
@@ -56,7 +55,7 @@ class Work(ABC):
     Args:
         context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
-        uses: joins what several uses of a parameter leave, a `uses.Uses`.
+        uses: joins what several uses of a parameter leave, a `plain.Uses`.
         padding: [B] bool, True for samples that are padding; None: none is.
         plans: how each linear layer is handled.
         compiled: operands arrive in another order than activations are freed, those of linear
@@ -108,7 +107,6 @@ class Work(ABC):
         # What is kept for its sum as it has been left: by kind, or of these weights.
         self._kinds: tuple[str, ...] = ()
         self._staying: Collection[Trainable] = ()
-        self.versions.forget()
         self._uses.forget()
         self._accumulate: Accumulate = lambda sums: None
         self.backward = -1  # the number of the one under way, within which others may run
@@ -202,10 +200,10 @@ class Work(ABC):
         left = tuple.__new__(Left, values)
         for record in records:
             self._order[record] = None
-        if self.versions.reads_values:
-            self.versions.note(records[0], tensors)
+        if (values := self.versions.values) is not None:
+            values.note(records[0], tensors)
             if self.runs_twice:
-                self.versions.compare_backwards(records[0], kind, tensors)
+                values.compare_backwards(records[0], kind, tensors)
         size = 0
         for tensor in tensors:
             size += tensor.nbytes
@@ -296,8 +294,8 @@ class Work(ABC):
         for record, value in several:
             tensors = (value,) if isinstance(value, Tensor) else value.held(value)
             self.kept[record] = (value, tensors, tuple(map(version_of, tensors)))
-            if self.versions.reads_values:
-                self.versions.note(record, tensors)
+            if self.versions.values is not None:
+                self.versions.values.note(record, tensors)
 
     def _clip_complete_groups(self) -> None:
         """Forms the sums of clipping groups whose norms are all known."""

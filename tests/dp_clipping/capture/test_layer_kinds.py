@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.capture.layer_kinds import kind_of, replaced_methods
+from dp_clipping.capture.layer_kinds import kind_of
+from dp_clipping.capture.ownership import replaced_methods
 from tests.dp_clipping.capture.test_capture import assert_step_is_right
 from tests.dp_clipping.conftest import clipped_sums, private
 from tests.support import zoo

@@ -148,7 +148,6 @@ def test_python_calls_of_checks(step, monkeypatch):
     monkeypatch.setattr(LayoutDiscovery, "ensure", counted(LayoutDiscovery.ensure))
     for _ in range(3):
         step()
-    first, second, third = counts
+    first, second = counts  # nothing is due in the third one
     assert first < 176_000
     assert second < 21_000
-    assert third < 50

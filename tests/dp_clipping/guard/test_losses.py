@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dp_clipping.guard.losses import Shapes, Watched
+from dp_clipping.capture.samples.batch import Shapes
+from dp_clipping.guard.losses import Watched
 from dp_clipping.layers.batch_layout import Layout
 
 ROWS = Layout("dimension", 0)

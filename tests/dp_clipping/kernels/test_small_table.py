@@ -8,7 +8,7 @@ from dp_clipping.kernels import small_table
 from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.small_table import is_small, table_gradients, table_gradients_plain
 from dp_clipping.kernels.squared_norms import squared_norms
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_squares, assert_within, on_kernels
 
 # B, T, d, V: one tile, several chunks with a rest, many features, one row, no token, no sample

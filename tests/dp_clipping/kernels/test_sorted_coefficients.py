@@ -2,7 +2,7 @@
 
 import torch
 
-from dp_clipping.kernels.sorted_coefficients import MOST, SortedCoefficients
+from dp_clipping.kernels.coefficients import MOST, SortedCoefficients
 from tests.support.kernel_cases import Place, on_kernels
 
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 
 from dp_clipping.kernels import weighted_product
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from tests.support.kernel_cases import SUM_BOUND, Place, assert_within, lay_out, on_kernels, poison
 
 FEW = (5, 35, 16, 8)  # in three shares of 2, 2 and 1 samples

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping.kernels.embedding import token_sums
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
 from dp_clipping.planning import plan
 from dp_clipping.planning.cost_model import predict
 from dp_clipping.step.private_step import PrivateStep

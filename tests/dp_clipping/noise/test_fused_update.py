@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dp_clipping import CorrelatedNoise
 from dp_clipping.distributed.placement import Span
-from dp_clipping.noise import fused_update, kernel
+from dp_clipping.noise import fused_update, gaussian, kernel
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.add_noise import add_noise_to_all
 from dp_clipping.noise.fused_update import refuse, updates_of
@@ -117,7 +117,7 @@ def close(found: list[Tensor], wanted: list[Tensor], case: tuple) -> None:
 
 def interpreted(body: Callable[[str], None]) -> None:
     with (
-        patch.object(kernel, "serves", lambda total: total.dtype == torch.float32),
+        patch.object(gaussian, "serves", lambda total: total.dtype == torch.float32),
         patch.object(kernel, "LOOPS", 2),
     ):
         body("cpu")
@@ -210,7 +210,7 @@ def test_without_kernels_the_optimizer_takes_the_step():
 
 
 def test_parameters_without_a_kernel_are_left_to_the_optimizer():
-    with patch.object(kernel, "serves", lambda total: total.dtype == torch.float32):
+    with patch.object(gaussian, "serves", lambda total: total.dtype == torch.float32):
         own = [nn.Parameter(torch.ones(4, 3).T), nn.Parameter(torch.ones(3).double())]
         own.append(nn.Parameter(torch.ones(3)))
         optimizer = SGD(own, lr=0.1)
@@ -231,7 +231,7 @@ def test_states_that_the_kernel_would_misread_are_left_to_the_optimizer(changes,
     state = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.zeros(())}
     optimizer.state[own[0]] = state | changes
     with (
-        patch.object(kernel, "serves", lambda total: True),
+        patch.object(gaussian, "serves", lambda total: True),
         patch.object(Tensor, "is_cuda", property(lambda x: x.dtype == torch.float64)),
     ):
         (update,) = updates_of(optimizer, own, [torch.zeros(3)])

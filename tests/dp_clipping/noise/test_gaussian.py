@@ -215,7 +215,7 @@ LAYOUTS = {
 def test_a_captured_launch_reads_the_streams_of_its_sums(monkeypatch):
     """From a table of all streams, of which a CUDA graph's launch for one dtype has some."""
     made = []
-    monkeypatch.setattr(kernels, "serves", lambda total: total.dtype == torch.float32)
+    monkeypatch.setattr(noise, "serves", lambda total: total.dtype == torch.float32)
     monkeypatch.setattr(kernels, "add_noise_kernel_launch", lambda *given: made.append(given[6]))
     table = SimpleNamespace(take=lambda numbers, rows: (numbers, rows))
     for one in (None, table):

@@ -228,7 +228,7 @@ def interpreted(body: Callable[[str], None]) -> None:
         return whole(sizes, device, PROGRAM * LOOPS)
 
     with (
-        patch.object(kernels, "serves", lambda total: total.dtype == torch.float32),
+        patch.object(noise, "serves", lambda total: total.dtype == torch.float32),
         patch.multiple(kernels, LOOPS=LOOPS, pieces_of=pieces_of),
     ):
         body("cpu")
@@ -257,7 +257,7 @@ def test_more_elements_than_32_bits_count():
 
 
 def test_the_kernel_serves_float32_on_a_gpu_only():
-    assert not kernels.serves(torch.zeros(1))
+    assert not noise.serves(torch.zeros(1))
     if torch.cuda.is_available():
-        assert kernels.serves(torch.zeros(1, device="cuda"))
-        assert not kernels.serves(torch.zeros(1, dtype=torch.float64, device="cuda"))
+        assert noise.serves(torch.zeros(1, device="cuda"))
+        assert not noise.serves(torch.zeros(1, dtype=torch.float64, device="cuda"))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from dp_clipping.layers import linear_factors
+from dp_clipping.layers import projection
 from tests.dp_clipping.conftest import assert_step, private
 from tests.dp_clipping.ops.records import (
     CASES,
@@ -53,7 +53,7 @@ def test_reference(record, mode):
 
 @pytest.mark.parametrize("name", ["linear", "linear_large", "lstm"])
 def test_reference_with_few_samples_at_a_time(name, monkeypatch):
-    monkeypatch.setattr(linear_factors, "PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(projection, "PIECE_ELEMENTS", 1)
     compare(RECORDS[NUMBER[name]].case(), Way(mode="bookkeeping"))
 
 

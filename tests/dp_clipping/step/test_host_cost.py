@@ -1,4 +1,4 @@
-"""Limits how many functions a private step calls on the host."""
+"""Limits how many functions a private step calls on the host, and how many files these are in."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not IS_CHECKED, reason="this Triton launches by 
 
 LAYERS = 4
 LIMITS = {  # of one layer; of a further one
-    "transformer": (545, 35), "convolutional": (485, 53), "compiled transformer": (555, 18),
+    "transformer": (514, 35), "convolutional": (457, 53), "compiled transformer": (529, 18),
 }  # fmt: skip
 # Small ones of ddp_by_hand.experiments.networks whose private step calls so few functions on the
 # host. In the one that is left out, three layers are little beside what a step costs once.
@@ -25,12 +25,14 @@ SMALL = (
     "table", "video_resnet18",
 )  # fmt: skip
 TIMES, MORE = 1.9, 400  # of an ordinary step's calls, and these
+FILES = {"in plain PyTorch": 36, "on kernels": 50}  # of dp_clipping, that a step passes
 COUNT = f"""
 import json, warnings
 import torch
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import training_of
-from tests.support.host_cost import WARM_UP, calls_of, step_of, without_kernels
+from contextlib import nullcontext
+from tests.support.host_cost import WARM_UP, calls_of, files_of, step_of, without_kernels
 warnings.simplefilter("ignore")
 counts = {{}}
 with without_kernels():
@@ -52,12 +54,18 @@ with without_kernels():
             for _ in range(2 if variant == "ordinary" else WARM_UP):
                 step()
             counts.setdefault(name, []).append(calls_of(step)[0])
+for how, context in zip({tuple(FILES)}, (nullcontext(), without_kernels()), strict=True):
+    with context:
+        step = step_of("transformer", 1, private=True)
+        for _ in range(WARM_UP):
+            step()
+        counts[how] = files_of(step)
 print(json.dumps(counts))
 """
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, list[int]]:
+def counts() -> dict[str, list]:
     """Counts calls in a process of its own: a step looks at what the network's globals lead to."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COUNT], env=own, capture_output=True, text=True)
@@ -77,3 +85,8 @@ def test_calls_of_a_step(counts, name):
 def test_calls_beside_an_ordinary_step(counts, name):
     ordinary, private = counts[name]
     assert private <= TIMES * ordinary + MORE
+
+
+@pytest.mark.parametrize("how", FILES)
+def test_files_that_a_step_passes(counts, how):
+    assert len(counts[how]) <= FILES[how], counts[how]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.trials.objects import Place, Places, is_freed
+from dp_clipping.trials.objects import Places, is_freed
+from dp_clipping.trials.places import Place
 
 PLACES = {
     "dict": ({"held": 1, "other": 2}, lambda v: v.update(held=5), ["held"]),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.convolution import factors as of_factors
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
 from dp_clipping.kernels.convolution.layout import weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from dp_clipping.layers.convolution import Factors

@@ -6,13 +6,13 @@ import torch
 
 from dp_clipping.kernels import gradient
 from dp_clipping.kernels import weighted_product as products
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.gradient import (
     gradient_and_squares,
     gradient_and_squares_plain,
     gradients_and_squares,
 )
 from dp_clipping.kernels.launch import grouped_launch
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
     weighted_product_plain,

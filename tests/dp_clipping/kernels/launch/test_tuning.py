@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dp_clipping.kernels import gradient, gram, weighted_product
+from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.launch import tuning
 from dp_clipping.kernels.launch.grouped_launch import launches as launches_of
 from dp_clipping.kernels.launch.tiles import Tile, triton
-from dp_clipping.kernels.sorted_coefficients import SortedCoefficients
 
 DEVICE = torch.device("cuda", 0)
 TILES = [Tile(64, 64, 32, 4, 3), Tile(128, 64, 32, 4, 3), Tile(32, 64, 32, 4, 3)]

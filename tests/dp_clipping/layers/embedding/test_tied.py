@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dp_clipping.clipping.norms import Norm, Norms
-from dp_clipping.layers import linear_factors
+from dp_clipping.layers import projection
 from dp_clipping.layers.embedding import tied
-from dp_clipping.layers.embedding.factors import EmbeddingFactors, TiedFactors
-from dp_clipping.layers.embedding.tied import TiedTokens, cross_terms
-from dp_clipping.layers.linear_factors import LinearFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
+from dp_clipping.layers.embedding.tied import TiedFactors, TiedTokens, cross_terms
+from dp_clipping.layers.projection import LinearFactors
 from tests.dp_clipping.conftest import clipped_sums, trained, unchecked
 from tests.support import zoo
 from tests.support.kernel_cases import Place, on_kernels
@@ -171,7 +171,7 @@ class Largest(TorchDispatchMode):
 def check_no_tensor_of_all_gradients(mode: str, clipping: str) -> None:
     ids, targets = batch()
     model = unchecked(zoo.seeded(Translator), mode, clipping=clipping)
-    with patch.object(linear_factors, "PIECE_ELEMENTS", 1):
+    with patch.object(projection, "PIECE_ELEMENTS", 1):
         clipped_sums(model, (ids, targets))
         with Largest() as made:
             clipped_sums(model, (ids, targets))

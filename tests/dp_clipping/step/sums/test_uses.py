@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.capture.checks.kept import Kept
-from dp_clipping.layers.embedding.factors import EmbeddingFactors
+from dp_clipping.layers.embedding.module import EmbeddingFactors
 from dp_clipping.layers.handle import Site
 from dp_clipping.layers.projection import Linear
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR, Joint, Trainable
-from dp_clipping.step.sums.uses import Uses
+from dp_clipping.step.sums.backward_state import Kept
+from dp_clipping.step.sums.plain import Uses
 from tests.dp_clipping.step.sums.test_memory import Live
 
 B, T, D, P = 3, 2, 8, 9

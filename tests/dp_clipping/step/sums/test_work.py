@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from dp_clipping.capture.checks.kept import Kept
 from dp_clipping.distributed.norm_reduce import NormReducer
 from dp_clipping.kernels.convolution.factors import ConvolutionFactors
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
@@ -24,7 +23,8 @@ from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums import clipped_sums as sums
 from dp_clipping.step.sums import fused, sync_points, work
-from dp_clipping.step.sums.uses import Uses
+from dp_clipping.step.sums.backward_state import Kept
+from dp_clipping.step.sums.plain import Uses
 from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import clipped_sums, private, trained
 from tests.support import zoo
