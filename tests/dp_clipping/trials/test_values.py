@@ -1,12 +1,14 @@
 """Values of tensors from before they are written to are compared and put back."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dp_clipping.trials.values import Values, checksum, copied_bytes, equal
+from dp_clipping.trials import values as values_file
+from dp_clipping.trials.values import Values, checksum, copied_bytes, equal, others
 
 WRITES = {
     "add_": lambda x: x.add_(1),
@@ -59,6 +61,20 @@ def test_not_a_number_is_equal_to_itself():
     assert not equal(nan, torch.tensor([torch.nan, 1.0]))
     assert not equal(nan, nan.double())
     assert not equal(nan, nan[:1])
+
+
+@pytest.mark.parametrize("changed", [(), (0,), (1,), (2, 4), (0, 1, 2, 3, 4)], ids=str)
+def test_others_are_those_that_changed(changed):
+    """Looks at short tensors of several dtypes together, and at long ones alone."""
+    dtypes = torch.int64, torch.int32, torch.uint8, torch.int16, torch.int64
+    before = [
+        torch.arange(n, dtype=dtype) for n, dtype in zip((3, 9, 2, 1, 8), dtypes, strict=True)
+    ]
+    now = [x + (n in changed) for n, x in enumerate(before)]
+    with patch.object(values_file, "SHORT", 4):
+        assert others(before, now) == [n in changed for n in range(5)]
+    assert others(before, now) == [n in changed for n in range(5)]
+    assert others([], []) == []
 
 
 def test_a_row_of_any_stride_has_a_checksum():
