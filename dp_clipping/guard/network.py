@@ -89,7 +89,7 @@ class Company:
         if not is_whole:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
-        exchange = halves(size, number // 2)[number % 2]
+        exchange = halves(size, 1 + number // 2)[number % 2]
         self._check(batch, range(start, start + size), [exchange])
 
     def _check(self, batch: Batch, rows: Sequence[int], changes: list[Perturbed]) -> None:

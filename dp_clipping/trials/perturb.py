@@ -93,20 +93,23 @@ def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator
 
 
 def halves(size: int, number: int) -> list[Perturbed]:
-    """Returns exchanges of a half of the samples for one of those that stay.
+    """Returns exchanges of samples, of about half of them, for one of those that stay.
 
-    At first all that together separate every two samples, both ways round, and later two of them,
-    others in each check. An extreme sample is absent from one of two halves.
+    At first all that together separate every two samples, both ways round, by the code of Berger
+    (1961): each digit of a sample's number, and of how many zeros that has, says whether it stays.
+    Later two that together are all, others in each check. An extreme sample is absent from one.
     """
-    count = 2 * max(1, (size - 1).bit_length())
-    first = 2 * (number % (count // 2))
-    numbers = range(count) if number == 0 else (first, first + 1)
-    return [_half(size, n, number + place) for place, n in enumerate(numbers)]
+    places, bits = torch.arange(size), max(1, (size - 1).bit_length())
+    if number:
+        stays = (places >> number % bits) % 2 == 0
+        return [_exchange(stays, number), _exchange(~stays, number + 1)]
+    digits = places[:, None] >> torch.arange(bits) & 1
+    zeros = bits - digits.sum(1, keepdim=True)
+    code = torch.cat((digits, zeros >> torch.arange(bits.bit_length()) & 1), 1).bool()
+    return [_exchange(stays, place) for place, stays in enumerate(code.unbind(1))]
 
 
-def _half(size: int, number: int, source: int) -> Perturbed:
-    bit, side = divmod(number, 2)
-    places = torch.arange(size)
-    stays = (places >> bit) % 2 == side
+def _exchange(stays: Tensor, source: int) -> Perturbed:
+    places = torch.arange(len(stays))
     sources = places[stays] if bool(stays.any()) else places  # of one sample
     return one_source(stays, int(sources[-1 - source % len(sources)]))

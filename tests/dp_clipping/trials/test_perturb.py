@@ -7,18 +7,22 @@ from dp_clipping.trials.perturb import enlarged, halves, one_more, one_source, r
 from tests.support import host_cost
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 100])
 def test_the_first_halves_part_each_two_samples(size):
     patterns = [one.stays for one in halves(size, 0)]
     for i in range(size):
+        assert any(stays[i] for stays in patterns)
+        assert not all(stays[i] for stays in patterns)
         for j in range(i):
             assert any(stays[i] and not stays[j] for stays in patterns)
             assert any(stays[j] and not stays[i] for stays in patterns)
+    assert size == 1 or all(stays.any() and not stays.all() for stays in patterns)
+    assert len(patterns) <= 11
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(1, 6))
 def test_later_halves_are_two_that_together_are_all(number):
-    one, other = halves(8, number) if number else halves(8, 0)[:2]
+    one, other = halves(8, number)
     assert (one.stays != other.stays).all()
 
 
