@@ -74,7 +74,8 @@ class Company:
         if extremes and len(distinct) > 1 and batch.has_floats:
             changes.append(enlarged(size, size // 2))
         changes += [one._replace(may_fail=is_alone) for one in one_more(size)]
-        with without_dropout(self._capture.network):  # one more would draw other numbers
+        # One more would draw other numbers.
+        with without_dropout(self._capture.network, self._capture.calls_dropout):
             self._check(batch, rows, changes)
 
     def check_batch(self, batch: Batch, number: int, is_whole: bool) -> None:

@@ -1,7 +1,7 @@
 """Runs without dropout, or with expected values in place of some random numbers."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,26 +18,47 @@ DROPOUTS = {
 }  # fmt: skip
 
 
-class _NoDropout(TorchFunctionMode):
-    """Disables functional dropout, and the dropout of attention."""
+class NoDropout(TorchFunctionMode):
+    """Disables functional dropout, and the dropout of attention.
+
+    Attributes:
+        was_needed: there was some.
+    """
+
+    was_needed = False
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in DROPOUTS:
-            return args[0]
+            x, drops = _of_dropout(*args, **(kwargs or {}))
+            self.was_needed |= drops
+            return x
         if function is scaled_dot_product_attention:
-            args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0, **_causal(args)}
+            given = dict(zip(ATTENTION, args[3:], strict=False)) | (kwargs or {})
+            self.was_needed |= bool(given.get("dropout_p"))
+            args, kwargs = args[:3], given | {"dropout_p": 0.0}
         if function is multi_head_attention_forward:  # inside of it this mode is off
-            kwargs = {**(kwargs or {}), "training": False}
+            self.was_needed, kwargs = True, {**(kwargs or {}), "training": False}
         return function(*args, **(kwargs or {}))
 
 
-def _causal(args: tuple) -> dict[str, bool]:
-    return {"is_causal": args[5]} if len(args) > 5 else {}
+ATTENTION = "attn_mask", "dropout_p", "is_causal"  # behind query, key and value
+
+
+def _of_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> tuple[Tensor, bool]:
+    """Returns the input of a call of `DROPOUTS`, and whether it drops something."""
+    return input, training and train and p > 0
 
 
 @contextmanager
-def without_dropout(network: nn.Module) -> Iterator[None]:
-    """Turns dropout off, because it would make one sample differ between two runs."""
+def without_dropout(network: nn.Module, in_functions: bool = True) -> Iterator[NoDropout | None]:
+    """Turns dropout off, because it would make one sample differ between two runs.
+
+    Args:
+        in_functions: also where functions are called for it. Then each operator costs a call in
+            Python; yields what tells whether that was needed.
+    """
     modules = every_module(network)
     layers = [m for m in modules if isinstance(m, DROPOUT)]
     before = [m.training for m in layers]
@@ -47,8 +68,8 @@ def without_dropout(network: nn.Module) -> Iterator[None]:
     for module, _ in between:
         module.dropout = 0.0
     try:
-        with _NoDropout():
-            yield
+        with NoDropout() if in_functions else nullcontext() as mode:
+            yield mode
     finally:
         for module, training in zip(layers, before, strict=True):
             module.training = training

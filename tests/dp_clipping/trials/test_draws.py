@@ -12,25 +12,36 @@ from tests.support import zoo
 
 @pytest.mark.parametrize(
     "drop",
-    [lambda x: F.dropout(x, 0.5), lambda x: torch.dropout(x, 0.5, True), nn.Dropout(0.5)],
-    ids=["functional", "torch", "module"],
-)
+    [
+        lambda x: F.dropout(x, 0.5), lambda x: F.dropout(input=x),
+        lambda x: torch.dropout(x, 0.5, True), nn.Dropout(0.5),
+    ],
+    ids=["functional", "keyword", "torch", "module"],
+)  # fmt: skip
 def test_dropout_is_off_inside_and_on_afterwards(drop):
-    network, x = nn.Sequential(drop if isinstance(drop, nn.Module) else nn.ReLU()), torch.ones(64)
-    with without_dropout(network):
+    is_module = isinstance(drop, nn.Module)
+    network, x = nn.Sequential(drop if is_module else nn.ReLU()), torch.ones(64)
+    with without_dropout(network) as mode:
         assert torch.equal(drop(x), x)
+        assert torch.equal(F.dropout(x, 0.5, False), x)
+    assert mode.was_needed == (not is_module)
     assert (drop(x) == 0).any()
+    with without_dropout(network, in_functions=False):
+        assert torch.equal(drop(x), x) == is_module
 
 
 def test_attention_drops_nothing_inside():
     q = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    with without_dropout(nn.ReLU()):
+    with without_dropout(nn.ReLU()) as mode:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert not mode.was_needed
         for found in (
             F.scaled_dot_product_attention(q, q, q, None, 0.5, True),
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True),
         ):
             torch.testing.assert_close(found, expected)
+        assert mode.was_needed
 
 
 def noisy(draw):
