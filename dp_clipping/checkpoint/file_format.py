@@ -46,8 +46,18 @@ def key_path(path: Path) -> Path:
 
 
 def key_file(path: str | os.PathLike, given: str | os.PathLike | None = None) -> Path:
-    """Returns the file of a checkpoint's key: the one that is given, or `path` + ".key"."""
-    return key_path(Path(path)) if given is None else Path(given)
+    """Returns the file of a checkpoint's key: the one that is given, or `path` + ".key".
+
+    Raises:
+        ValueError: it is the checkpoint itself.
+    """
+    if given is None:
+        return key_path(Path(path))
+    if Path(given).absolute() == Path(path).absolute():
+        raise ValueError(
+            f"key_path is {given}, the checkpoint itself: give another file, or leave key_path out"
+        )
+    return Path(given)
 
 
 def write(
