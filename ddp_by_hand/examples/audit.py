@@ -7,39 +7,46 @@ Two attacks on copies of the network: `engine.audit` trains with canaries and bo
 `engine.record_sums` takes one step on data with and without each of some samples.
 """
 
-import argparse
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples.audit_faults import FAULTS
+from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.options import option, parse_options
 from dp_clipping import PrivacyEngine
 
 DELTA = 1e-5
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the options."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--fault", choices=sorted(FAULTS), help="what is broken on purpose")
-    options.add_argument("--canaries", type=int, default=10000, help="more of them refute more")
-    options.add_argument("--noise-multiplier", type=float, default=3.0, help="σ, as stated")
-    options.add_argument("--sample-rate", type=float, default=0.5, help="q")
-    options.add_argument("--steps", type=int, default=8, help="of the audited run")
-    options.add_argument("--confidence", type=float, default=0.95, help="of the bounds")
-    options.add_argument("--seed", type=int, help="fixes noise and canaries; default: the system's")
-    options.add_argument("--skip", choices=("audit", "record_sums"), help="one of both attacks")
-    return options
+@dataclass(frozen=True)
+class Options:
+    fault: str | None = option(None, "what is broken on purpose", choices=sorted(FAULTS))
+    canaries: int = option(10000, "more of them refute more")
+    noise_multiplier: float = option(3.0, "σ, as stated")
+    sample_rate: float = option(0.5, "q")
+    steps: int = option(8, "of the audited run")
+    confidence: float = option(0.95, "of the bounds")
+    seed: int | None = option(None, "fixes noise and canaries (default: the system's)")
+    skip: str | None = option(None, "one of both attacks", choices=("audit", "record_sums"))
 
 
+@ending_quietly
 def main(arguments: list[str] | None = None) -> int:
+    """Prints both reports; returns 1 if one of them has found a fault, and 2 for bad input."""
+    options = parse_options(Options, arguments, prog="audit", description=__doc__)
+    try:
+        return attack(options)
+    except ValueError as error:
+        return refuse("audit", error)
+
+
+def attack(options: Options) -> int:
     """Prints both reports; returns 1 if one of them has found a fault."""
-    options = parser().parse_args(arguments)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
     data = TensorDataset(torch.randn(64, 20), torch.randint(4, (64,)))

@@ -39,7 +39,8 @@ class Options:
     data: str = option("made", metavar="FILE",
         help="a .csv or .jsonl file, or made: sentences that are made here")
     column: str = option("text", "column of the file with the text of each row", metavar="NAME")
-    length: int = option(48, "tokens of a row; longer ones are cut off", metavar="T", check=_count)
+    length: int = option(48, "tokens of a row; longer ones are cut off", metavar="T",
+        check=requires(lambda x: x >= 2, "is {}: give 2 or more, each is predicted from others"))
 
     epsilon: float = option(8.0, "what the whole run may spend", group="privacy", metavar="E",
         check=_finite)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ddp_by_hand.examples.finetune_options import RESUMABLE, Options
+from ddp_by_hand.measure.command_line import check_folder
 from ddp_by_hand.measure.extras import require
 from ddp_by_hand.measure.files import write_atomically
 from ddp_by_hand.measure.options import flag
@@ -290,7 +291,7 @@ def begin(options: Any, settings: dict[str, Any]) -> str | None:
             raise ValueError(
                 f"--output-dir {folder} holds a run: add --resume to continue it, or give another"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        check_folder("--output-dir", folder, create=True)
         write_atomically(file, json.dumps(settings, indent=1) + "\n")
         return None
     if there is None:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.experiments.networks.models import WideResNet
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
 from ddp_by_hand.measure.files import write_atomically
 from ddp_by_hand.measure.options import option, parse_options, positive
 from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
@@ -103,8 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (options.depth - 4) % 6 or options.depth < 10:
             raise ValueError(f"--depth is {options.depth}, and 10, 16, 22, ... can be built")
         device = torch.device(find_hardware(options.device, 1).device_type)
+        check_folder("--output-dir", options.output_dir, create=True)
+        train_all(options, device)
     except ValueError as error:
         return refuse("private_images", error)
+    print(f"\n{options.output_dir / 'accuracy.json'}, {options.output_dir / 'accuracy.png'}")
+    return 0
+
+
+def train_all(options: Options, device: torch.device) -> None:
+    """Trains at each ε and without privacy, and writes what there is after each run."""
     pictures, digits = font_digits(options.images + HELD_OUT, options.size, options.seed)
     split = [x.to(device).split([options.images, HELD_OUT]) for x in (pictures, digits)]
     (training, held_out), (labels, answers) = split
@@ -113,8 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for epsilon in [*options.epsilons, None]:
         runs.append(train(options, epsilon, data, (held_out, answers), device))
         write(options, runs)
-    print(f"\n{options.output_dir / 'accuracy.json'}, {options.output_dir / 'accuracy.png'}")
-    return 0
 
 
 def train(
@@ -210,7 +216,6 @@ def accuracy_of(network: nn.Module, pictures: Tensor, digits: Tensor) -> float:
 
 def write(options: Options, runs: list[Run]) -> None:
     """Writes the accuracies of the runs so far, and draws them."""
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     content = {"options": asdict(options) | {"output_dir": str(options.output_dir)}}
     content |= {"torch": torch.__version__, "runs": [asdict(run) for run in runs]}
     write_atomically(options.output_dir / "accuracy.json", json.dumps(content, indent=1) + "\n")

@@ -3,17 +3,33 @@
 Nothing is trained: `make_private_with_epsilon` finds σ, which depends on public numbers only.
 """
 
-import argparse
+import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.options import option, parse_options, positive, requires
 from dp_clipping import PrivacyEngine
 
 
-def noise_for(sampling: str, epochs: int, epsilon: float, options: argparse.Namespace) -> float:
+@dataclass(frozen=True)
+class Options:
+    samples: int = option(50_000, "units of privacy in the data", check=positive)
+    batch_size: int = option(500, "units expected in a batch", check=positive)
+    max_batch_size: int = option(600, "cap of truncated Poisson batches", check=positive)
+    epochs: tuple[int, ...] = option((1, 10), "one row for each", check=positive)
+    epsilons: tuple[float, ...] = option((2.0, 8.0), "one row for each", check=positive)
+    delta: float = option(
+        1e-6, "δ of the guarantee",
+        check=requires(lambda x: 0 < x < 1, "{}: give a number between 0 and 1"),
+    )  # fmt: skip
+
+
+def noise_for(sampling: str, epochs: int, epsilon: float, options: Options) -> float:
     """Returns σ with which so many epochs end at (ε, δ)."""
     network = torch.nn.Linear(1, 2)
     data = TensorDataset(torch.zeros(options.samples, 1), torch.zeros(options.samples).long())
@@ -35,33 +51,22 @@ def noise_for(sampling: str, epochs: int, epsilon: float, options: argparse.Name
     return optimizer.noise_multiplier
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m ddp_by_hand.examples.sampling_noise", description=__doc__
-    )
-    parser.add_argument("--samples", type=int, default=50_000, help="units of privacy in the data")
-    parser.add_argument("--batch-size", type=int, default=500, help="units expected in a batch")
-    parser.add_argument(
-        "--max-batch-size", type=int, default=600, help="cap of truncated Poisson batches"
-    )
-    parser.add_argument("--epochs", type=int, nargs="+", default=[1, 10], help="one row for each")
-    parser.add_argument(
-        "--epsilons", type=float, nargs="+", default=[2.0, 8.0], help="one row for each"
-    )
-    parser.add_argument("--delta", type=float, default=1e-6, help="δ of the guarantee")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
+@ending_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for bad input."""
+    options = parse_options(Options, arguments, prog="sampling_noise", description=__doc__)
     samplings = ("poisson", "truncated_poisson", "balls_in_bins", "cyclic")
     print("| epochs | ε |", " | ".join(samplings), "|")
     print("| --- " * (2 + len(samplings)) + "|")
-    for epochs in options.epochs:
-        for epsilon in options.epsilons:
-            found = [f"{noise_for(s, epochs, epsilon, options):.3f}" for s in samplings]
-            print(f"| {epochs} | {epsilon:g} |", " | ".join(found), "|", flush=True)
+    try:
+        for epochs in options.epochs:
+            for epsilon in options.epsilons:
+                found = [f"{noise_for(s, epochs, epsilon, options):.3f}" for s in samplings]
+                print(f"| {epochs} | {epsilon:g} |", " | ".join(found), "|", flush=True)
+    except ValueError as error:
+        return refuse("sampling_noise", error)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

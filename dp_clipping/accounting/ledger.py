@@ -42,6 +42,12 @@ OTHERS = ""
 or of an accountant that was passed on)."""
 
 
+OF_ONE_KIND = (
+    "accountant gdp has no ε of steps with several noise multipliers or sample rates: keep them, "
+    "or build PrivacyEngine()"
+)
+
+
 @dataclass(frozen=True)
 class Release:
     """Identifies a step's release by its key and public settings.
@@ -133,10 +139,7 @@ class Account:
             ValueError: for steps of several σ or rates, of which Opacus's gdp counts the last one.
         """
         if self.accountant.mechanism() == "gdp" and len(history) > 1:
-            raise ValueError(
-                "accountant gdp has no ε of steps with several noise multipliers or sample rates: "
-                "keep them, or build PrivacyEngine()"
-            )
+            raise ValueError(OF_ONE_KIND)
         if not history:
             return 0.0
         other = copy(self.accountant)
@@ -241,8 +244,10 @@ class Account:
         if self.computes:
             try:
                 self.accountant.step(noise_multiplier=step.sigma, sample_rate=step.rate)
-            except BaseException:
+            except BaseException as error:
                 self.accountant.history = before  # Opacus's gdp forgets it when σ changes
+                if isinstance(error, ValueError) and self.accountant.mechanism() == "gdp":
+                    raise ValueError(OF_ONE_KIND) from error
                 raise
         else:  # also where σ changes, of which gdp has no account
             self.accountant.history = joined(before, [(step.sigma, step.rate, 1)])

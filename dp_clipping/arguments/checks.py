@@ -29,6 +29,7 @@ from dp_clipping.kinds import (
     instance_of,
     is_count,
     is_number,
+    is_path,
     number,
     positive,
     shown,
@@ -175,6 +176,7 @@ ARGUMENTS: dict[str, Argument | Choice] = {
     # checkpoints
     "path": file("path", ", and no open one or bytes"),
     "key_path": file("key_path", ", or None"),
+    "key_folder": Argument('the name of a folder, as key_folder="keys", or None', is_path),
     "weights": Choice(lambda: WEIGHTS),
     "noise_scheduler": SCHEDULER,
     "grad_clip_scheduler": SCHEDULER,

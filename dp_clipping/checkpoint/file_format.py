@@ -46,8 +46,18 @@ def key_path(path: Path) -> Path:
 
 
 def key_file(path: str | os.PathLike, given: str | os.PathLike | None = None) -> Path:
-    """Returns the file of a checkpoint's key: the one that is given, or `path` + ".key"."""
-    return key_path(Path(path)) if given is None else Path(given)
+    """Returns the file of a checkpoint's key: the one that is given, or `path` + ".key".
+
+    Raises:
+        ValueError: it is the checkpoint itself.
+    """
+    if given is None:
+        return key_path(Path(path))
+    if Path(given).absolute() == Path(path).absolute():
+        raise ValueError(
+            f"key_path is {given}, the checkpoint itself: give another file, or leave key_path out"
+        )
+    return Path(given)
 
 
 def write(
@@ -162,22 +172,33 @@ def _read_seal(path: Path) -> tuple[str, str]:
     return digest, mac
 
 
-def check_contents(contents: dict[str, Any], extra: Mapping[str, Any]) -> None:
+def check_contents(
+    contents: dict[str, Any], extra: Mapping[str, Any], torch_kwargs: Mapping[str, Any]
+) -> None:
     """Raises ValueError for entries that a load would refuse; skips tensors, so it is cheap."""
     clash = sorted(set(extra) & RESERVED)
     if clash:
         raise ValueError(f"checkpoint_dict has {', '.join(clash)}, which are written here: rename")
+    _check_entry([1], torch_kwargs, (
+        f"with torch_save_kwargs={dict(torch_kwargs)} torch.save makes no file that load_checkpoint"
+        " could read: leave them out"
+    ))  # fmt: skip
     for name, entry in contents.items():
-        buffer = BytesIO()
-        try:
-            torch.save(tree_map_only(Tensor, lambda _: torch.empty(0), entry), buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} holds something that cannot be loaded without executing code: give "
-                "tensors, numbers, strings, None, and lists, tuples or dicts of them"
-            ) from error
+        _check_entry(entry, {}, (
+            f"{name} holds something that cannot be loaded without executing code: give "
+            "tensors, numbers, strings, None, and lists, tuples or dicts of them"
+        ))  # fmt: skip
+
+
+def _check_entry(entry: Any, torch_kwargs: Mapping[str, Any], refusal: str) -> None:
+    """Raises ValueError with this message unless the entry can be written and read again."""
+    buffer = BytesIO()
+    try:
+        torch.save(tree_map_only(Tensor, lambda _: torch.empty(0), entry), buffer, **torch_kwargs)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        raise ValueError(refusal) from error
 
 
 def plain(value: Any) -> Any:

@@ -123,7 +123,7 @@ def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     def write_all() -> None:
         if run.rank == 0:
             contents = _contents(snapshot, extra, random, lambda: state)
-            check_contents(contents, extra)
+            check_contents(contents, extra, snapshot.torch_kwargs)
             write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
 
     with run.model.whole_parameters():
@@ -145,7 +145,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
         tensors = take_tensors(contents)
         for key, x in tensors.items():
             check_part(run, key, x)
-        check_contents(contents, extra)
+        check_contents(contents, extra, snapshot.torch_kwargs)
         (path / name).mkdir(parents=True, exist_ok=True)
         return contents, tensors
 

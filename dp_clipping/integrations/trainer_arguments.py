@@ -255,6 +255,10 @@ def refusals_of(
         (bool(loader.split_batches or loader.dispatch_batches),
          "accelerator_config={'split_batches': .., 'dispatch_batches': ..}",
          "each rank draws its own part of a Poisson batch: leave them out"),
+        ("num_steps" in (loader.gradient_accumulation_kwargs or {}),
+         "accelerator_config={'gradient_accumulation_kwargs': {'num_steps': ..}}",
+         "a step is one Poisson batch: leave it out, and give gradient_accumulation_steps=.. for a "
+         "larger one"),
         (args.include_num_input_tokens_seen != "no" and not privacy.log_unprotected,
          "include_num_input_tokens_seen=..",
          "the number of tokens in the batches is not covered by epsilon: leave it out, or allow it "

@@ -14,6 +14,7 @@ from dp_clipping.checkpoint import save_load as checkpoint
 from dp_clipping.checkpoint.file_format import given_schedulers, key_file
 from dp_clipping.checkpoint.run import Snapshot
 from dp_clipping.runs.accounts import Accounts
+from dp_clipping.runs.steps import look_at_account
 
 
 class Checkpoints(Accounts):
@@ -96,8 +97,8 @@ class Checkpoints(Accounts):
         the file is executed. The engine's account becomes the saved one, and keeps what this
         engine has counted beyond it (with a warning). Steps that the saved key then makes again
         are not counted twice. With another σ or C than before, or of another batch, they raise
-        RuntimeError. A folder or file may have been saved on another number of ranks, sharded or
-        not.
+        RuntimeError. It warns if the steps of the account lead above a `target_epsilon`. A folder
+        or file may have been saved on another number of ranks, sharded or not.
 
         Args:
             path: as given to `save_checkpoint`.
@@ -132,4 +133,6 @@ class Checkpoints(Accounts):
             torch_kwargs=torch_load_kwargs or {},
             key_file=key_file(path, key_path),
         )
-        return checkpoint.load(snapshot, new_keys)
+        entries = checkpoint.load(snapshot, new_keys)
+        look_at_account(snapshot.run, path, self.epsilon_at_end)
+        return entries

@@ -171,6 +171,32 @@ def look_at_plan(run: PrivateRun, epsilon_at_end: Callable[[Any, int, float], fl
         )
 
 
+def look_at_account(
+    run: PrivateRun, path: Any, epsilon_at_end: Callable[[Any, int, float], float]
+) -> None:
+    """Warns, after a load, if ε will end above the run's target, by steps that are no part of it.
+
+    Args:
+        path: of the checkpoint.
+        epsilon_at_end: of the optimizer, so many more steps, and δ.
+    """
+    plan, account, taken = run.plan, run.account, run.optimizer.steps
+    if plan is None:
+        return
+    known = taken + account.made_ahead(run.keys.fingerprint, taken)
+    if account.history == [(plan.noise_multiplier, run.settings["sample_rate"], known)]:
+        return
+    spent = epsilon_at_end(run.optimizer, max(0, plan.steps - taken), plan.delta)
+    if spent > plan.epsilon:
+        now = epsilon_at_end(run.optimizer, 0, plan.delta)
+        warnings.warn(
+            f"{path}: the account has steps that target_epsilon={plan.epsilon:g} was not computed "
+            f"for, so epsilon is {now:.4g} at delta={plan.delta:g} and ends at {spent:.4g}: end "
+            "the training earlier, or load into a run with a smaller target_epsilon",
+            stacklevel=4,
+        )
+
+
 def say_of_constants(run: PrivateRun) -> None:
     """Logs, in a run's first step, which constants follow from the private number of units.
 

@@ -254,6 +254,9 @@ class PoissonLoader(Uncopied, DataLoader):
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
         if len(self.dataset) != self._length:
             raise RuntimeError(CHANGED.format(before=self._length, now=len(self.dataset)))
+        if refusal := self.usage.refusal:
+            self.usage.refusal = ""
+            raise RuntimeError(refusal)
         coming = self.coming_epoch()
         # Another object also if it is equal: it tells this iteration from others.
         epoch = self.batch_sampler.epoch = range(coming.start, coming.stop)
@@ -307,20 +310,23 @@ class PoissonLoader(Uncopied, DataLoader):
     def load_state_dict(self, state: Mapping[str, int | float]) -> None:
         """Continues where the state was saved, with the rest of that epoch.
 
-        With the same key the same batches follow.
+        With the same key the same batches follow. Of a state behind the batch that the next step
+        must have nothing is loaded, and the next iteration raises RuntimeError, unless
+        `engine.load_checkpoint` has set the run to it before.
 
         Raises:
-            ValueError: for the state of before a batch that a step has used or passed over, or
-                behind one that the next step must have.
+            ValueError: for the state of before a batch that a step has used or passed over.
         """
         due = self.usage.due
         must = self.usage.is_owed or self.batch_sampler.scheme.in_order
         if state["position"] > due and must:
-            raise ValueError(
+            # Lightning calls this before the user's hook that calls engine.load_checkpoint.
+            self.usage.refusal = (
                 f"data_loader would go on with batch {state['position']}, and the next step must "
                 f"have batch {due}, as ε does not cover a choice among batches: leave it where it "
                 "is; engine.load_checkpoint sets a run to a saved step, with its batch"
             )
+            return
         if state["position"] < due:
             raise ValueError(
                 f"data_loader would be set back to batch {state['position']}, and steps have used, "

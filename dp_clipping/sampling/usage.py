@@ -88,9 +88,11 @@ class SampleUsage:
         is_owed: that batch was yielded in training: it comes again until a step has used it.
         shown: the number of the first batch that was never yielded.
         ticket: what the loader says of the batch that it has yielded last.
+        refusal: why the loader's next iteration is refused; "" if it is not.
     """
 
     def __init__(self) -> None:
+        self.refusal = ""
         self.batch_size: int | None = None
         self.handed: int | None = None
         self.left = 0
@@ -104,7 +106,8 @@ class SampleUsage:
 
     def restart(self, position: int) -> None:
         """Records that batch `position` is the next one, whatever was yielded before."""
-        self.ticket, self.is_owed = Ticket(), self.is_owed and position == self.due
+        self.refusal, self.ticket = "", Ticket()
+        self.is_owed = self.is_owed and position == self.due
         self.due = self.shown = position
 
     def next(self, in_training: bool, in_order: bool) -> int:

@@ -124,6 +124,8 @@ def test_a_saved_model_and_a_file_of_options(table, tmp_path, capsys):
         (["--data", "none.csv"], "--data none.csv: No such file or directory: give a .csv"),
         (["--model", "gpt3"], "--model gpt3 is no folder with a config.json: give gpt2, llama"),
         (["--length", "999"], "--length is 999: the model has 256 positions: give less"),
+        (["--length", "1"], "--length is 1: give 2 or more"),
+        (["--output-dir", "notes.csv"], "notes.csv is a file, name a folder"),
         (["--resume"], "holds no run: leave --resume out"),
         (["--config", "none.toml"], "--config none.toml: No such file or directory"),
         (["--config", "wrong.toml"], "epsilom is no option: give one of batch_size,"),

@@ -66,7 +66,12 @@ def test_views_of_a_picture_are_moved(line, monkeypatch):
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [(["--batch-size", "65"], "--batch-size"), (["--depth", "12"], "--depth is 12")],
+    [
+        (["--batch-size", "65"], "--batch-size"),
+        (["--depth", "12"], "--depth is 12"),
+        (["--delta", "2"], "target_delta is 2.0"),
+        (["--output-dir", __file__], "is a file, name a folder"),  # before it trains
+    ],
 )
 def test_bad_input_is_one_line(line, capsys, wrong, said):
     is_one_line(private_images.main, [*line, *wrong], said, capsys)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,15 @@ class TestDamage:
         load(run, path, torch_load_kwargs={} if options else {"mmap": True})
         assert everything(run)[0] == everything(one)[0]
         assert torch.load(path)["dp_clipping"]["steps"] == 1, "for other programs too"
+
+    @pytest.mark.parametrize("options", [{"pickle_protocol": 4}, {"protocol": 2}], ids=str)
+    def test_a_format_that_no_load_reads_is_not_written(self, path, options):
+        with (
+            warnings.catch_warnings(action="ignore"),  # of torch, of the protocol
+            pytest.raises(ValueError, match=r"torch_save_kwargs=.* leave them out"),
+        ):
+            save(trained(1), path, torch_save_kwargs=options)
+        assert not path.exists()
 
 
 def with_scale(scale: torch.Tensor):

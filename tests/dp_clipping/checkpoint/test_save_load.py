@@ -38,6 +38,10 @@ class TestResume:
             load(resumed, path)
         load(resumed, path, key_path=elsewhere)
         assert keys_of(resumed) == keys_of(whole)
+        for call in (save, load):
+            with pytest.raises(ValueError, match="the checkpoint itself: give another file"):
+                call(resumed, path, key_path=path)
+        load(build(seed=9), path, key_path=elsewhere)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_every_mode_in_the_middle_of_an_epoch(self, path, mode):

@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ L = pytest.importorskip("pytorch_lightning")
 from pytorch_lightning.callbacks import ModelCheckpoint  # noqa: E402
 from pytorch_lightning.strategies import DDPStrategy  # noqa: E402
 
-from dp_clipping import BatchMemoryManager  # noqa: E402
+from dp_clipping import BatchMemoryManager, PrivacyEngine  # noqa: E402
 from tests.dp_clipping.integrations.conftest import as_launched  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[3] / "docs/lightning.md"
@@ -111,8 +112,6 @@ def test_both_ways_are_the_plain_loop(tmp_path, monkeypatch):
 
 def seed(monkeypatch) -> None:
     """Fixes noise and samples."""
-    from dp_clipping import PrivacyEngine
-
     make = PrivacyEngine.make_private
 
     def fixed(self, **options):
@@ -128,9 +127,14 @@ def test_microbatches(tmp_path):
     assert steps_of(private) == 2 * EPOCH < trainer.global_step
 
 
-@pytest.mark.parametrize("saved", [3, EPOCH, EPOCH + 3])
-def test_a_resumed_run_is_the_same(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "sampling"),
+    [(3, "poisson"), (EPOCH, "poisson"), (EPOCH + 3, "poisson"), (EPOCH + 3, "cyclic")],
+)
+def test_a_resumed_run_is_the_same(saved, sampling, tmp_path, monkeypatch):
     """Bit for bit, with dropout; the key is not in the folder of the checkpoints."""
+    with_sampling = partialmethod(PrivacyEngine.make_private, sampling=sampling)
+    monkeypatch.setattr(PrivacyEngine, "make_private", with_sampling)
     private = Documented(network(), data())
     files = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=saved, save_top_k=-1)
     trainer_in(tmp_path, enable_checkpointing=True, callbacks=[files]).fit(private)

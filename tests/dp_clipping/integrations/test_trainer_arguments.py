@@ -21,6 +21,10 @@ REFUSED = [
     ({"torch_compile": True}, r"model.compile\(\) before PrivateTrainer"),
     ({"include_num_input_tokens_seen": True}, r"PrivacyArguments\(log_unprotected=True\)"),
     ({"accelerator_config": {"split_batches": True}}, "leave them out"),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        "give gradient_accumulation_steps",
+    ),
     ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "'use_reentrant': False"),
 ]
 SET_LATER = [  # the arguments themselves ask for a GPU, another package or ranks
@@ -96,6 +100,7 @@ SIGMA = {"noise_multiplier": 1.0}
         (SIGMA | {"options": {"examples_per_unit": 3}}, "has examples_per_unit, .* of PrivacyArg"),
         (SIGMA | {"unit_ids": [0, 0, 1]}, "give examples_per_unit, the most"),
         (SIGMA | {"secure_mode": 1}, "secure_mode is 1: give True or False"),
+        (SIGMA | {"key_folder": 1}, 'key_folder is 1: give the name of a folder, as key_folder="'),
     ],
 )  # fmt: skip
 def test_privacy_arguments(options, message):

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -285,6 +285,28 @@ def test_planned_steps_of_a_resumed_run(path, new_keys):
         train(loader, model, optimizer, criterion)
     assert optimizer.steps == 4
     assert 2.98 < again.get_epsilon(delta=1e-3) <= 3
+
+
+@pytest.mark.parametrize("spent", [True, False])
+def test_a_target_that_a_load_leads_above_is_said(path, spent):
+    """A longer training is planned with more noise, which the steps before it did not have."""
+    engine, (model, optimizer, criterion, loader) = with_target(target_epsilon=3 if spent else 1.5)
+    train(islice(loader, 4 if spent else 1), model, optimizer, criterion)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    again, (model, optimizer, criterion, loader) = with_target(epochs=2, stop=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    above = [one for one in caught if "target_epsilon=3 was not computed" in str(one.message)]
+    while optimizer.steps < 8:
+        train(loader, model, optimizer, criterion)
+    ended = again.get_epsilon(delta=1e-3)
+    assert (len(above), ended > 3) == (spent, spent)
+    if spent:
+        assert above[0].filename == __file__
+        said = re.search(r"epsilon is ([\d.]+) .* and ends at ([\d.]+):", str(above[0].message))
+        assert float(said[1]) == pytest.approx(engine.get_epsilon(delta=1e-3), rel=1e-3)
+        assert float(said[2]) == pytest.approx(ended, rel=1e-3)
 
 
 def test_a_checkpoint_of_prv_goes_on_with_pld(path):

@@ -390,5 +390,7 @@ def test_a_state_does_not_pass_over_a_batch():
     for run in (in_order, owed):
         state = run.loader.state_dict()
         run.loader.load_state_dict(state)
-        with pytest.raises(ValueError, match="the next step must have batch"):
-            run.loader.load_state_dict(state | {"position": state["position"] + 2})
+        run.loader.load_state_dict(state | {"position": state["position"] + 2})
+        with pytest.raises(RuntimeError, match="the next step must have batch"):
+            next(iter(run.loader))
+        assert run.loader.state_dict() == state
