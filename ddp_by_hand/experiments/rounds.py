@@ -34,7 +34,7 @@ from ddp_by_hand.measure import (
     summarize,
     write_atomically,
 )
-from ddp_by_hand.measure.command_line import check_file
+from ddp_by_hand.measure.command_line import BadInput, check_file
 from ddp_by_hand.measure.options import option, positive
 from ddp_by_hand.measure.report_tables import wide_report
 from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
@@ -155,11 +155,11 @@ def run_program(
 
 
 def device_for(model: str) -> torch.device:
-    """Returns the GPU, or the CPU for a rehearsal. Raises ValueError for a larger model there."""
+    """Returns the GPU, or the CPU for a rehearsal. Raises BadInput for a larger model there."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if model != "tiny":
-        raise ValueError(f"{model} needs a CUDA device: --model tiny rehearses on a CPU")
+        raise BadInput(f"{model} needs a CUDA device: --model tiny rehearses on a CPU")
     return torch.device("cpu")
 
 

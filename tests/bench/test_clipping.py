@@ -9,13 +9,13 @@ import pytest
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench import main as command
 from ddp_by_hand.bench.gate import tolerance
-from ddp_by_hand.bench.options import CLIPPING_NAMES, FUSED_MODES, PRIVATE_MODES, parse
+from ddp_by_hand.bench.options import CLIPPING_NAMES, FUSED_MODES, PRIVATE_MODES
 from ddp_by_hand.bench.report import report
 from ddp_by_hand.bench.settings import Privacy, Subject, settings_from
 from ddp_by_hand.bench.worker import GATE, TIMING, plan
 from ddp_by_hand.measure import Results
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark
+from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark, parse
 
 NAMES = ["none", "ddp", "torch_ddp"]
 BOTH = ["--clipping", "none", "bookkeeping"]

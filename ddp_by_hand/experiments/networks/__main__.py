@@ -18,7 +18,6 @@ and AdamW. Inputs are copied from pinned memory. The peak of memory is that of t
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +40,7 @@ from ddp_by_hand.experiments.rounds import (
 )
 from ddp_by_hand.lm.timing import time_steps
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.command_line import ending_quietly
-from ddp_by_hand.measure.options import option, parse_options
+from ddp_by_hand.measure.options import option, program
 from dp_clipping import MODES
 
 PROGRAM = "ddp_by_hand.experiments.networks"
@@ -115,10 +113,9 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
     )  # fmt: skip
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
+@program(PROGRAM, Options)
+def main(options: Options) -> int:
     """Measures all networks. Returns 0, or 1 if a network failed without privacy."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = run_all(options, device)
     print(report(cells, describe_bounds), "", LEGEND, sep="\n")
