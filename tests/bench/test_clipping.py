@@ -315,7 +315,12 @@ def test_each_mode_has_files_of_its_own_with_the_phases_of_a_private_step(profil
     assert "squared norms, which no all-reduce adds up" in text
     assert "Synchronisation is never switched off" in text
     text = (profiled / "ddp_bucketed_bookkeeping_summary.txt").read_text()
-    for word in ("noise multiplier", "max grad norm", "no ε is stated", "\nnoise  "):
+    for word in (
+        "clipping.noise_multiplier",
+        "clipping.max_grad_norm",
+        "no ε is stated",
+        "\nnoise  ",
+    ):
         assert word in text, word
     for part in PARTS:
         assert f"\n  {part} " in text
