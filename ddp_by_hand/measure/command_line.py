@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ddp_by_hand.lm.interrupt import INTERRUPTED
 from ddp_by_hand.lm.programs import is_first_of_host
 from ddp_by_hand.measure.extras import MissingExtra
 
 BAD_INPUT = 2
-INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
 UNWRITABLE = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NOBODY_READS = 141  # and for `| head`, 128 + SIGPIPE

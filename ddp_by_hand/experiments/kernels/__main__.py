@@ -14,9 +14,9 @@ norms of eight layers share a launch, and the time is a layer's; `alone`: in a l
 
 import json
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from ddp_by_hand.experiments.kernels.one_layer import (
     predicted_ms,
     sums_of_pieces,
 )
-from ddp_by_hand.experiments.rounds import Recorder
+from ddp_by_hand.experiments.rounds import Recorder, sizes_of
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import Column, format_table
 from ddp_by_hand.measure.command_line import BadInput
@@ -79,15 +79,7 @@ COLUMNS = [
 ]
 
 
-def shape_of(text: str) -> Shape:
-    """Parses B x T x d x p, written 8x1024x8192x2048."""
-    try:
-        values = [int(part) for part in text.split("x")]
-    except ValueError:
-        values = []
-    if len(values) != 4 or min(values) < 1:
-        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024x8192x2048")
-    return Shape(*values)
+shape_of = partial(sizes_of, kind=Shape, example="8x1024x8192x2048")
 
 
 # fmt: off
