@@ -13,12 +13,15 @@ A cell is a variant on a row, such as a batch, in one round. Its results are a r
 """
 
 import json
+import linecache
 import re
 import time
+import traceback
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +46,7 @@ from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
 BASELINE = "ordinary"
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 FUSED_STEP = "_fused_step"  # the same: fused_step=True
+_ENGINES = tuple(str(Path(find_spec(name).origin).parent) for name in ("dp_clipping", "opacus"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,6 @@ def run_rounds(
     output: Path | None = None,
     *,
     speaks: bool = True,
-    failure: Callable[[Exception], dict] | None = None,
 ) -> list[dict]:
     """Measures the cells in their order, and frees their memory. Returns their results.
 
@@ -122,7 +125,6 @@ def run_rounds(
     Args:
         config: what a cell is measured with, for its results.
         speaks: whether this process, one of several ranks, prints progress.
-        failure: the result of a cell that raised an error; default: `failure_of`.
     """
     recorder, failed = Recorder(output), set()
     for cell in cells:
@@ -135,7 +137,7 @@ def run_rounds(
         except Exception as error:
             if torch.distributed.is_initialized():
                 raise  # other ranks may wait for this one
-            found |= (failure or failure_of)(error)
+            found |= failure_of(error)
             failed.add((str(cell.row), cell.variant))
         release_memory(device)
         seconds = time.perf_counter() - began
@@ -171,8 +173,16 @@ def device_for(model: str) -> torch.device:
     return torch.device("cpu")
 
 
-def failure_of(error: Exception) -> dict:
-    return {"status": status_of(error), "reason": describe(error)}
+def failure_of(error: Exception) -> dict[str, str]:
+    """Returns the status of a cell and its reason: what an engine refused, or what was raised.
+
+    An engine refuses by a `raise` of its own; anything else is a crash below or inside it.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    is_refusal = last.filename.startswith(_ENGINES) and line.startswith("raise")
+    verb = "refused" if is_refusal else "raised"
+    return {"status": status_of(error), "reason": f"{verb}: {describe(error)}"}
 
 
 def costs_of(costs: StepCosts) -> dict:

@@ -26,7 +26,7 @@ import torch
 from ddp_by_hand.experiments.networks.bounds import LEGEND, bounds_of, describe_bounds
 from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from ddp_by_hand.experiments.networks.rows import ROWS
-from ddp_by_hand.experiments.networks.training import failure_of, training_of
+from ddp_by_hand.experiments.networks.training import training_of
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
     FUSED_STEP,
@@ -109,7 +109,6 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
     return run_rounds(
         interleave(rows, options.variants, options.rounds),
         lambda cell: measure(cell, options, device), config, device, options.output,
-        failure=failure_of,
     )  # fmt: skip
 
 

@@ -33,8 +33,8 @@ import torch
 from ddp_by_hand.experiments.networks import floors as of
 from ddp_by_hand.experiments.networks.bounds import kernels_of
 from ddp_by_hand.experiments.networks.rows import ROWS, NetworkRow
-from ddp_by_hand.experiments.networks.training import NetworkTraining, failure_of, training_of
-from ddp_by_hand.experiments.rounds import BASELINE, Recorder
+from ddp_by_hand.experiments.networks.training import NetworkTraining, training_of
+from ddp_by_hand.experiments.rounds import BASELINE, Recorder, failure_of
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, Column, describe_failure, format_table
 from ddp_by_hand.measure.command_line import BadInput, check_file
