@@ -1,4 +1,4 @@
-"""Parses the command line, starts the workers and reports their results."""
+"""Check, time and profile data-parallel implementations beside PyTorch's own."""
 
 import faulthandler
 import gc
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ddp_by_hand.bench.memory import describe_memory
-from ddp_by_hand.bench.options import PROGRAM, Options, parse
+from ddp_by_hand.bench.options import EXAMPLES, PROGRAM, Options
 from ddp_by_hand.bench.profiling import ENDED, Profiling, leave_out_failed
 from ddp_by_hand.bench.report import describe_privacy, report
 from ddp_by_hand.bench.settings import Settings, check_world, settings_from
@@ -20,14 +20,12 @@ from ddp_by_hand.bench.sharded import layout_of
 from ddp_by_hand.bench.worker import Benchmark, device_name, failure_row, plan, record_failure
 from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
 from ddp_by_hand.lm.model import Transformer
-from ddp_by_hand.lm.programs import program_name
 from ddp_by_hand.lm.ranks import watched_rank
 from ddp_by_hand.lm.runtime import (
     Hardware,
     find_hardware,
     has_parent,
     invocation,
-    is_first_of_host,
     launched,
     launched_rank,
     launched_world_size,
@@ -35,25 +33,23 @@ from ddp_by_hand.lm.runtime import (
 )
 from ddp_by_hand.lm.watch import Cause
 from ddp_by_hand.measure import Results
-from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
+from ddp_by_hand.measure.command_line import bad_input, check_folder
 from ddp_by_hand.measure.files import say_unwritten
+from ddp_by_hand.measure.options import program
 from ddp_by_hand.measure.report import write_report
 
 DEFAULT_FOLDER = Path("results_ddp")
 
 
-@ending_quietly(speaks=is_first_of_host)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. Returns 0, 1 (a gradient is wrong, a cell failed) or 2 (bad input)."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
+@program(PROGRAM, Options, epilog=EXAMPLES, needs=("matplotlib", "jinja2"))
+def main(options: Options) -> int:
+    """Starts the workers, and reports their results. Returns 1 for what is wrong or failed."""
+    with bad_input():
         hardware = find_hardware(options.device, options.num_processes)
         folder = DEFAULT_FOLDER / invocation()[: len("YYYYMMDD_HHMMSS")]
         settings = settings_from(options, hardware.device_type, folder)
         check_world(settings, world_size_of(hardware))
         check_output(settings, options)
-    except ValueError as error:
-        return refuse(program_name(PROGRAM), error, speaks=is_first_of_host())
     if options.dry_run:
         if launched_rank() == 0:
             print(describe_plan(settings, hardware, options))

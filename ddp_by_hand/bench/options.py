@@ -1,7 +1,6 @@
 """The command line: every option with its unit, its default and its effect."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,7 @@ from typing import Any
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench.sharded import SPLIT
 from ddp_by_hand.lm.model import PRESETS
-from ddp_by_hand.lm.programs import program_name
-from ddp_by_hand.lm.runtime import is_first_of_host
-from ddp_by_hand.measure.options import not_negative, option, parse_options, positive, requires
+from ddp_by_hand.measure.options import not_negative, option, positive, requires
 from dp_clipping.arguments.checks import CLIPPINGS, TILE_SIZES
 from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
@@ -167,12 +164,3 @@ class Options:
     profile_output_dir: Path = option(Path("profiler_output"), metavar="FOLDER",
         help="receives traces, summaries and pictures (default: ./profiler_output)")
 # fmt: on
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Parses the command line; an invalid option ends it with one line and status 2."""
-    return parse_options(
-        Options, arguments, prog=program_name(PROGRAM), epilog=EXAMPLES, speaks=is_first_of_host,
-        needs=("matplotlib", "jinja2"),
-        description="Check, time and profile data-parallel implementations beside PyTorch's own.",
-    )  # fmt: skip

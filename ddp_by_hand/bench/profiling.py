@@ -21,6 +21,7 @@ from ddp_by_hand.lm.timing import StepClock
 from ddp_by_hand.lm.watch import Cause, Watch
 from ddp_by_hand.measure import Progress, write_atomically
 from ddp_by_hand.measure.files import say_unwritten
+from ddp_by_hand.measure.runs import flat
 from ddp_by_hand.tracing import (
     Trace,
     basis_of,
@@ -151,22 +152,16 @@ class Profiling:
         files = self._trace_files(subject)
         traces = load_traces(files)
         self._print_figures(subject, traces)
-        settings = self.settings
         configuration = {
             "implementation": subject.implementation,
-            **self._privacy_of(subject),
-            "ranks": self.worker.world_size,
-            **self._mesh_of(subject),
-            "device": str(self.worker.device.type),
-            "dtype": settings.dtype,
-            "compiled": settings.compile,
-            "sequences per rank": settings.batch_size,
-            **vars(settings.model),
-            "epochs": f"{settings.num_epochs}, of which warmup {settings.warmup_epochs}",
-            "steps per epoch": settings.steps_per_epoch,
+            **flat(self._configuration(subject)),
             **{f"{key} per step": value for key, value in self._stats.items()},
             "torch": torch.__version__,
         }
+        if subject.layout.splits_tensors:
+            configuration["mesh"] = subject.layout.describe(self.worker.world_size)
+        if subject.is_private:
+            configuration["batches"] = "of fixed size: no ε is stated"
         stem = subject.file_stem
         self._write(
             self.folder / f"{stem}_summary.txt",
@@ -220,26 +215,6 @@ class Profiling:
         both = {floor.label: load_traces(self._trace_files(floor)), subject.label: traces}
         found = budgets(both, dict.fromkeys(both, floor.label))
         return describe_budgets(found, basis_of(both))
-
-    def _mesh_of(self, subject: Subject) -> dict:
-        """Returns the summary's line about the mesh; empty where ranks share no samples."""
-        if not subject.layout.splits_tensors:
-            return {}
-        return {"mesh": subject.layout.describe(self.worker.world_size)}
-
-    def _privacy_of(self, subject: Subject) -> dict:
-        """Returns the summary's lines about privacy; empty for training without privacy."""
-        if not subject.is_private:
-            return {}
-        settings = {
-            name.replace("_", " "): "default" if value is None else value
-            for name, value in self.settings.privacy_of(subject).items()
-        }
-        return {
-            "clipping": subject.clipping,
-            **settings,
-            "batches": "of fixed size: no ε is stated",
-        }
 
     def _print_figures(self, subject: Subject, traces: list[Trace]) -> None:
         """Prints the numbers of the picture, and whether other programs disturbed them."""

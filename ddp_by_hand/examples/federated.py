@@ -27,7 +27,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
 from ddp_by_hand.examples import functions_table as table
-from ddp_by_hand.measure.options import option, positive
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import PrivacyEngine
 
 
@@ -72,7 +73,9 @@ def train_locally(network: nn.Module, p: Tensor, data: Any, options: Options) ->
     return parameters_to_vector(network.parameters()).detach() - p
 
 
-def run(options: Options) -> int:
+@program("federated", Options)
+@bad_input()
+def main(options: Options) -> int:
     """Trains, and prints ε."""
     parts: tuple[list, list] = [], []
     for name, rows in table.read_entities(options.clients).items():
@@ -112,8 +115,6 @@ def run(options: Options) -> int:
     print(f"not covered by epsilon: {right:.1%} right on held-out clients; a guess {y.mean():.1%}")
     return 0
 
-
-main = table.program("federated", Options, run, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

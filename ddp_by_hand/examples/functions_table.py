@@ -9,7 +9,7 @@ import ast
 import json
 import random
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddp_by_hand.measure import options as command
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.command_line import BadInput
 from dp_clipping import PrivacyEngine
 
 COLUMNS = {
@@ -110,7 +109,7 @@ def read_entities(count: int) -> dict[str, list[Row]]:
     """Returns the rows of `count` entities.
 
     Raises:
-        ValueError: the standard library has fewer classes.
+        BadInput: the standard library has fewer classes.
     """
     found: dict[str, list[Row]] = {}
     root = Path(sysconfig.get_path("stdlib"))
@@ -119,7 +118,7 @@ def read_entities(count: int) -> dict[str, list[Row]]:
             return dict(list(found.items())[:count])
         for name, rows in _classes(file) if file.parent.name != "site-packages" else ():
             found.setdefault(f"{file.relative_to(root)}: {name}", []).extend(rows)
-    raise ValueError(f"{count} entities are asked for, and the table has {len(found)}: give less")
+    raise BadInput(f"{count} entities are asked for, and the table has {len(found)}: give less")
 
 
 def _classes(file: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -159,19 +158,3 @@ def report(engine: PrivacyEngine, delta: float, rate: float, steps: int) -> str:
     noise: Any = statement.noise_multiplier
     other = independent_epsilon(noise, rate, steps, delta)
     return f"{statement}\nby dp-accounting alone:   {other:.3f}"
-
-
-def program(
-    name: str, kind: type, run: Callable[[Any], int], text: str | None, needs: Sequence[str] = ()
-) -> Callable[..., int]:
-    """Returns the `main` of a program: 0, 2 for bad input, 130 after Ctrl-C."""
-
-    @ending_quietly
-    def main(arguments: Sequence[str] | None = None) -> int:
-        options = command.parse_options(kind, arguments, needs=needs, prog=name, description=text)
-        try:
-            return run(options)
-        except (ValueError, OSError) as error:
-            return refuse(name, error)
-
-    return main

@@ -15,7 +15,6 @@ the running mean, and `model.pt`, its parameters.
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.experiments.networks.diffusion import DiT, UNet
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
-from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.command_line import bad_input, check_folder
+from ddp_by_hand.measure.options import option, positive, program
 from ddp_by_hand.measure.picture import new_figure, save_picture
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
@@ -58,13 +57,9 @@ class Options:
     output_dir: Path = option(Path("results_private_diffusion"), "where the files are written")
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(
-        Options, arguments, prog="private_diffusion", description=__doc__, needs=["matplotlib"]
-    )
-    try:
+@program("private_diffusion", Options, needs=["matplotlib"])
+def main(options: Options) -> int:
+    with bad_input():
         for name, of in (("size", 4), ("width", 8), ("max_physical_batch_size", options.views)):
             if getattr(options, name) % of:
                 shown = name.replace("_", "-")
@@ -72,8 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = torch.device(find_hardware(options.device, 1).device_type)
         check_folder("--output-dir", options.output_dir, create=True)
         network, said = train(options, device)
-    except ValueError as error:
-        return refuse("private_diffusion", error)
     pictures = drawn(network, (DRAWN, 1, options.size, options.size))
     torch.save(network.state_dict(), options.output_dir / "model.pt")
     show(pictures, options, said)

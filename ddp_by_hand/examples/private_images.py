@@ -20,7 +20,7 @@ say nothing of the ones that it does.
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.experiments.networks.models import WideResNet
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
-from ddp_by_hand.measure.command_line import check_folder, ending_quietly, refuse
+from ddp_by_hand.measure.command_line import bad_input, check_folder
 from ddp_by_hand.measure.files import write_atomically
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
@@ -91,28 +91,15 @@ class Run:
     points: list[dict[str, float]]
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(
-        Options, arguments, prog="private_images", description=__doc__, needs=["matplotlib"]
-    )
-    try:
+@program("private_images", Options, needs=["matplotlib"])
+def main(options: Options) -> int:
+    with bad_input():
         if options.batch_size > options.images:
             raise ValueError("--batch-size is larger than --images: give fewer or more")
         if (options.depth - 4) % 6 or options.depth < 10:
             raise ValueError(f"--depth is {options.depth}, and 10, 16, 22, ... can be built")
         device = torch.device(find_hardware(options.device, 1).device_type)
         check_folder("--output-dir", options.output_dir, create=True)
-        train_all(options, device)
-    except ValueError as error:
-        return refuse("private_images", error)
-    print(f"\n{options.output_dir / 'accuracy.json'}, {options.output_dir / 'accuracy.png'}")
-    return 0
-
-
-def train_all(options: Options, device: torch.device) -> None:
-    """Trains at each ε and without privacy, and writes what there is after each run."""
     pictures, digits = font_digits(options.images + HELD_OUT, options.size, options.seed)
     split = [x.to(device).split([options.images, HELD_OUT]) for x in (pictures, digits)]
     (training, held_out), (labels, answers) = split
@@ -121,6 +108,8 @@ def train_all(options: Options, device: torch.device) -> None:
     for epsilon in [*options.epsilons, None]:
         runs.append(train(options, epsilon, data, (held_out, answers), device))
         write(options, runs)
+    print(f"\n{options.output_dir / 'accuracy.json'}, {options.output_dir / 'accuracy.png'}")
+    return 0
 
 
 def train(
@@ -144,7 +133,8 @@ def train(
     if epsilon is None:
         batches, spent, sigma = ordinary(network, optimizer, loader), lambda: None, None
     else:
-        batches, spent, sigma = private(options, epsilon, network, optimizer, loader)
+        with bad_input():  # δ, say
+            batches, spent, sigma = private(options, epsilon, network, optimizer, loader)
     began, points = time.perf_counter(), []
     steps = options.epochs * len(loader)
     for step, _ in zip(range(1, steps + 1), batches, strict=False):

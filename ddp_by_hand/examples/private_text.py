@@ -46,7 +46,6 @@ from ddp_by_hand.lm.data import open_data
 from ddp_by_hand.lm.model import ModelConfig, Transformer
 from ddp_by_hand.lm.runtime import (
     find_hardware,
-    is_first_of_host,
     launched,
     launched_rank,
     launched_world_size,
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with this_device(options.device) as device:
             Training(options, settings, text, device).run()
     except (ValueError, MissingExtra) as error:
-        return refuse("private_text", error, speaks=is_first_of_host())
+        return refuse("private_text", error)
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print(f"\nstopped; to continue from the last checkpoint:\n  {command(arguments)}")

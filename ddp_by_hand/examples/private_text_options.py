@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_by_hand.lm.runtime import is_first_of_host
 from ddp_by_hand.measure.options import option, parse_options, requires
 from dp_clipping import MODES
 
@@ -77,6 +76,6 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Parses the command line; an invalid option ends it with one line and status 2."""
     return parse_options(
-        Options, arguments, prog="private_text", epilog=EXAMPLES, speaks=is_first_of_host,
+        Options, arguments, prog="private_text", epilog=EXAMPLES,
         description="Train a small transformer on text under a stated (epsilon, delta).",
     )  # fmt: skip

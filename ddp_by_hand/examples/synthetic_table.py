@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples import functions_table as table
-from ddp_by_hand.measure.options import option, positive
+from ddp_by_hand.measure.command_line import BadInput, bad_input
+from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
 SIZES = [len(values) for values in table.COLUMNS.values()]
@@ -89,13 +90,15 @@ def generate(model: Any, count: int) -> Tensor:
     return values
 
 
-def run(options: Options) -> int:
+@program("synthetic_table", Options)
+@bad_input()
+def main(options: Options) -> int:
     """Trains, and prints synthetic entities and ε."""
     data: tuple[list, list] = [], []
     for name, rows in table.read_entities(options.entities).items():
         data[table.is_held_out(name, 5)].append(table.to_values(rows, ROWS))
     if not all(data):
-        raise ValueError("--entities is too small, none is held out: give 20 or more")
+        raise BadInput("--entities is too small, none is held out: give 20 or more")
     training, held_out = map(torch.stack, data)
     torch.seed()  # from the operating system: the noise of losses is secret, as checkpoints are
     model, engine = TableModel(), PrivacyEngine()
@@ -143,8 +146,6 @@ def run(options: Options) -> int:
     print(f"with validation losses:  {epsilon(at['epoch']):.3f}")
     return 0
 
-
-main = table.program("synthetic_table", Options, run, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

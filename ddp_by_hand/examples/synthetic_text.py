@@ -19,9 +19,9 @@ import torch
 
 from ddp_by_hand.examples import functions_table as table
 from ddp_by_hand.examples.functions_table import Row
-from ddp_by_hand.measure.command_line import INTERRUPTED
+from ddp_by_hand.measure.command_line import INTERRUPTED, bad_input
 from ddp_by_hand.measure.files import write_atomically
-from ddp_by_hand.measure.options import as_arguments, option, positive
+from ddp_by_hand.measure.options import as_arguments, option, positive, program
 
 LENGTH = 64  # bytes of a record
 
@@ -107,7 +107,9 @@ def generate(model: Any, count: int) -> list[str]:
     return [Bytes().decode(ids.tolist()) for ids in found]
 
 
-def run(options: Options) -> int:
+@program("synthetic_text", Options, needs=("transformers", "accelerate", "peft"))
+@bad_input()
+def main(options: Options) -> int:
     """Trains, and prints synthetic records and ε."""
     from transformers import logging
 
@@ -137,9 +139,6 @@ def run(options: Options) -> int:
     print(table.report(trainer.engine, options.delta, rate, options.steps))
     return 0
 
-
-needs = ("transformers", "accelerate", "peft")
-main = table.program("synthetic_text", Options, run, __doc__, needs)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,11 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import ending_quietly
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import CorrelatedNoise, PrivacyEngine
 
-PROGRAM = "ddp_by_hand.experiments.correlated_noise"
 SIZE, HELD_OUT = 12, 4096  # pixels of a side; pictures to scale features, to tune, and to test
 DECAY = 0.98  # of the running mean of the parameters, a step
 TUNING_SEED = 1000
@@ -73,12 +71,8 @@ class Split:
     test: Pictures
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib"]
-    )
+@program("ddp_by_hand.experiments.correlated_noise", Options, needs=["matplotlib"])
+def main(options: Options) -> int:
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more
     split = split_of(options)

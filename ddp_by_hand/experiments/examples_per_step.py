@@ -12,7 +12,6 @@ have the same number of steps, and the learning rate that is best on other pictu
 
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -31,10 +30,8 @@ from ddp_by_hand.experiments.correlated_noise import (
     tuned,
 )
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import ending_quietly
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 
-PROGRAM = "ddp_by_hand.experiments.examples_per_step"
 COLUMNS = (
     Column("ε", format="g"), Column("examples of a unit"), Column("units of a batch", format="d"),
     Column("σ", format=".3f"), Column("rate", format="g"), Column("accuracy, %"),
@@ -58,12 +55,8 @@ class Options:
 # fmt: on
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib"]
-    )
+@program("ddp_by_hand.experiments.examples_per_step", Options, needs=["matplotlib"])
+def main(options: Options) -> int:
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more
     split = split_of(correlated_noise.Options(pictures=options.pictures, filters=options.filters))

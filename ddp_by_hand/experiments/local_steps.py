@@ -23,12 +23,10 @@ from ddp_by_hand.lm.data import Batches, Corpus, open_data
 from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
 from ddp_by_hand.lm.rank_pool import Context, RankPool
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
 from ddp_by_hand.measure.curves import COLOURS
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 
-PROGRAM = "ddp_by_hand.experiments.local_steps"
 TOGETHER, APART = "ddp_bucketed", "none"
 HELD_OUT = 10  # one part of the text in so many is not trained on
 EVALUATED = 256  # sequences of it
@@ -52,6 +50,12 @@ class Options:
     output: Path = option(Path("local_steps.png"), "the picture", metavar="FILE")
 # fmt: on
 
+    def __post_init__(self) -> None:
+        if uneven := [every for every in self.every if self.steps % every]:
+            raise ValueError(
+                f"--steps {self.steps}: {uneven[0]} local steps do not divide it, give a multiple"
+            )
+
 
 class Run(NamedTuple):
     """One training: loss on held-out text after some of the steps, and MiB that a rank sent."""
@@ -60,15 +64,8 @@ class Run(NamedTuple):
     mib: float
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib"]
-    )
-    if uneven := [every for every in options.every if options.steps % every]:
-        why = f"--steps {options.steps}: {uneven[0]} local steps do not divide it, give a multiple"
-        return refuse(PROGRAM, ValueError(why), speaks=is_alone())
+@program("ddp_by_hand.experiments.local_steps", Options, needs=["matplotlib"])
+def main(options: Options) -> int:
     is_gpu = torch.cuda.device_count() >= options.ranks
     pool = RankPool(options.ranks, "cuda" if is_gpu else "cpu", {"OMP_NUM_THREADS": "1"},
                     seconds=3600)  # fmt: skip

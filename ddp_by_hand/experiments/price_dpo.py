@@ -18,7 +18,6 @@ import random
 import string
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +34,9 @@ from ddp_by_hand.experiments.rounds import (
     run_program,
 )
 from ddp_by_hand.lm.timing import MIB, PeakMemory, StepClock, wait_for_all
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import MODES
 
-PROGRAM = "ddp_by_hand.experiments.price_dpo"
 CHOICES = (BASELINE, *MODES[1:])
 WARM_UP = 4  # steps of a round that are not timed: the first, the second and the fourth check
 
@@ -155,16 +152,10 @@ def measure(cell: RoundCell, options: Options, device: torch.device) -> dict:
     }
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, needs=("transformers", "peft", "trl")
-    )
-    try:
-        device = device_for(options.model)
-    except ValueError as error:
-        return refuse(PROGRAM, error)
+@program("ddp_by_hand.experiments.price_dpo", Options, needs=("transformers", "peft", "trl"))
+def main(options: Options) -> int:
+    """Measures all cells. Returns 1 if one failed."""
+    device = device_for(options.model)
     quieten()
     config = {
         "model": options.model, "rank": options.rank, "checkpointing": options.checkpointing,

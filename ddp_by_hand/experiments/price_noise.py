@@ -32,13 +32,11 @@ from ddp_by_hand.experiments.rounds import (
 )
 from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.timing import MIB, PeakMemory, StepClock, wait_for_all
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import CorrelatedNoise, PrivacyEngine
 from dp_clipping.noise.add_noise import AddressedNoise, NoiseSource, source_of
 from dp_clipping.noise.secure.source import SecureNoise
 
-PROGRAM = "ddp_by_hand.experiments.price_noise"
 DEFAULT, SECURE = "default", "secure"
 ALONE = "alone"
 LEGEND = (
@@ -160,14 +158,10 @@ def measure(cell: RoundCell, steps: Steps, options: Options, device: torch.devic
     return {"step_ms": clock.milliseconds(), "peak_memory_mb": (memory.bytes() or 0) / MIB}
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
-    try:
-        device = device_for(options.model)
-    except ValueError as error:
-        return refuse(PROGRAM, error)
+@program("ddp_by_hand.experiments.price_noise", Options)
+def main(options: Options) -> int:
+    """Measures all cells. Returns 1 if one failed."""
+    device = device_for(options.model)
     steps = Steps(options, device)
     print(f"{options.model}: {steps.numel:,} parameters", flush=True)
     config = {"model": options.model, "layers": options.layers, "part": options.part}

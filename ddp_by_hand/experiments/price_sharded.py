@@ -10,8 +10,7 @@ Ratios are of complete steps, with noise and fused AdamW; medians over rounds wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddp_by_hand.experiments.llama_fsdp.network import SHAPES
 from ddp_by_hand.experiments.llama_fsdp.plan import say_reference_modes
@@ -32,11 +31,11 @@ from ddp_by_hand.experiments.rounds import (
 )
 from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
 from ddp_by_hand.lm.ranks import watched_rank
-from ddp_by_hand.lm.runtime import Hardware, Worker, find_hardware, is_first_of_host, launched
+from ddp_by_hand.lm.runtime import Hardware, Worker, find_hardware, launched
 from ddp_by_hand.lm.timing import time_steps
 from ddp_by_hand.lm.watch import Watch
-from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
-from ddp_by_hand.measure.options import not_negative, option, parse_options, positive
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import as_arguments, not_negative, option, positive, program
 from dp_clipping.modes import MODES
 
 PROGRAM = "ddp_by_hand.experiments.price_sharded"
@@ -45,7 +44,7 @@ CHOICES = (BASELINE, *(m for m in MODES if m in OF_GRID and m != "no_dp"))
 CHOICES += tuple(mode + PER_LAYER for mode in CHOICES[1:])
 CHOICES += tuple("flash_bookkeeping" + layers + FUSED_STEP for layers in ("", PER_LAYER))
 DEFAULT = (BASELINE, "flash_bookkeeping", "flash_bookkeeping" + PER_LAYER, "flash")
-ROWS, TINY = ("2x1024", "2x2048", "2x4096"), "2x32"
+ROWS, TINY = (Row(2, 1024), Row(2, 2048), Row(2, 4096)), Row(2, 32)
 EXAMPLES = """\
 examples:
   python -m ddp_by_hand.experiments.price_sharded
@@ -62,7 +61,9 @@ class Options(RoundOptions):
     model_name: str = option("llama-3.1-8b", choices=tuple(SHAPES), metavar="NAME",
         help=f"shape of the network: {', '.join(SHAPES)}")
     rows: tuple[Row, ...] | None = option(None, unique=True, metavar="BxT", type=row_of,
-        help=f"samples per rank x tokens per sample (default: {' '.join(ROWS)}; of tiny {TINY})")
+        help=(
+        f"samples per rank x tokens per sample (default: {' '.join(map(str, ROWS))}; of tiny "
+        f"{TINY})"))
     variants: tuple[str, ...] = option(DEFAULT, choices=CHOICES, unique=True, metavar="VARIANT",
         help=(
         f"of {', '.join(CHOICES)}"))
@@ -75,28 +76,16 @@ class Options(RoundOptions):
 # fmt: on
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, epilog=EXAMPLES,
-        speaks=is_first_of_host,
-    )  # fmt: skip
-    default = (TINY,) if options.model_name == "tiny" else ROWS
-    return replace(options, rows=options.rows or tuple(map(row_of, default)))
-
-
-@ending_quietly(speaks=is_alone)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all cells. Returns 0, 1 (a rank failed), 2 (bad input) or 130 (Ctrl-C)."""
-    options = parse(arguments)
-    try:
+@program(PROGRAM, Options, epilog=EXAMPLES)
+def main(options: Options) -> int:
+    """Runs all cells. Returns 1 if a rank failed."""
+    with bad_input():
         hardware = find_hardware("auto", options.num_processes)
-    except ValueError as error:
-        return refuse(PROGRAM, error, is_first_of_host())
     if launched():
         return work(options, hardware)
     print(hardware.sentence, flush=True)
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    outcome = run_ranks([sys.executable, "-m", PROGRAM, *given], hardware.num_processes)
+    command = [sys.executable, "-m", PROGRAM, *as_arguments(options)]
+    outcome = run_ranks(command, hardware.num_processes)
     if outcome.status == INTERRUPTED:
         kept = f"what is finished is in {options.output}" if options.output else "nothing is kept"
         print(f"interrupted: {kept}", file=sys.stderr)
@@ -119,8 +108,9 @@ def work(options: Options, hardware: Hardware) -> int:
 def run_all(options: Options, worker: Worker, watch: Watch) -> list[dict]:
     """Measures all cells. An error on one rank ends all ranks, which could not go on without it."""
     config = {"model": options.model_name, "ranks": worker.world_size}
+    rows = options.rows or ((TINY,) if options.model_name == "tiny" else ROWS)
     return run_rounds(
-        interleave(options.rows, options.variants, options.rounds),
+        interleave(rows, options.variants, options.rounds),
         lambda cell: measure(cell, options, worker, watch), lambda _: config, worker.device,
         options.output if worker.is_first else None, speaks=worker.is_first,
     )  # fmt: skip
@@ -137,7 +127,7 @@ def measure(cell: RoundCell, options: Options, worker: Worker, watch: Watch) -> 
     watch.at(str(cell))
     settings = GridSettings(
         model_name=options.model_name, batch_size=cell.row.samples, num_iter=options.steps,
-        warmup_iter=options.warm_up, timeout_s=options.timeout,
+        warmup_iter=options.warm_up, timeout=options.timeout,
         clipping="per_layer" if PER_LAYER in cell.variant else "flat",
     )  # fmt: skip
     mode, length = OF_GRID[mode_of(cell.variant)], cell.row.tokens

@@ -13,11 +13,15 @@ A cell is a variant on a row, such as a batch, in one round. Its results are a r
 """
 
 import json
+import linecache
 import re
 import time
+import traceback
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +38,7 @@ from ddp_by_hand.measure import (
     summarize,
     write_atomically,
 )
-from ddp_by_hand.measure.command_line import check_file
+from ddp_by_hand.measure.command_line import BadInput, check_file
 from ddp_by_hand.measure.options import option, positive
 from ddp_by_hand.measure.report_tables import wide_report
 from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
@@ -42,6 +46,7 @@ from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
 BASELINE = "ordinary"
 PER_LAYER = "_per_layer"  # behind a mode's name: clipping="per_layer"
 FUSED_STEP = "_fused_step"  # the same: fused_step=True
+_ENGINES = tuple(str(Path(find_spec(name).origin).parent) for name in ("dp_clipping", "opacus"))
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,18 @@ class Row(NamedTuple):
         return f"{self.samples}x{self.tokens}"
 
 
-def row_of(text: str) -> Row:
-    """Parses a row such as `8x1024`."""
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024")
-    return Row(*map(int, text.split("x")))
+def sizes_of(text: str, kind: Any, example: str) -> Any:
+    """Parses a named tuple of sizes, written like the example.
+
+    Raises:
+        ArgumentTypeError: it is written in another way.
+    """
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * len(kind._fields)), text):
+        raise ArgumentTypeError(f"{text!r} is not of the form {example}")
+    return kind(*map(int, text.split("x")))
+
+
+row_of = partial(sizes_of, kind=Row, example="8x1024")
 
 
 class RoundCell(NamedTuple):
@@ -105,7 +117,6 @@ def run_rounds(
     output: Path | None = None,
     *,
     speaks: bool = True,
-    failure: Callable[[Exception], dict] | None = None,
 ) -> list[dict]:
     """Measures the cells in their order, and frees their memory. Returns their results.
 
@@ -114,7 +125,6 @@ def run_rounds(
     Args:
         config: what a cell is measured with, for its results.
         speaks: whether this process, one of several ranks, prints progress.
-        failure: the result of a cell that raised an error; default: `failure_of`.
     """
     recorder, failed = Recorder(output), set()
     for cell in cells:
@@ -127,7 +137,7 @@ def run_rounds(
         except Exception as error:
             if torch.distributed.is_initialized():
                 raise  # other ranks may wait for this one
-            found |= (failure or failure_of)(error)
+            found |= failure_of(error)
             failed.add((str(cell.row), cell.variant))
         release_memory(device)
         seconds = time.perf_counter() - began
@@ -155,16 +165,24 @@ def run_program(
 
 
 def device_for(model: str) -> torch.device:
-    """Returns the GPU, or the CPU for a rehearsal. Raises ValueError for a larger model there."""
+    """Returns the GPU, or the CPU for a rehearsal. Raises BadInput for a larger model there."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if model != "tiny":
-        raise ValueError(f"{model} needs a CUDA device: --model tiny rehearses on a CPU")
+        raise BadInput(f"{model} needs a CUDA device: --model tiny rehearses on a CPU")
     return torch.device("cpu")
 
 
-def failure_of(error: Exception) -> dict:
-    return {"status": status_of(error), "reason": describe(error)}
+def failure_of(error: Exception) -> dict[str, str]:
+    """Returns the status of a cell and its reason: what an engine refused, or what was raised.
+
+    An engine refuses by a `raise` of its own; anything else is a crash below or inside it.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    is_refusal = last.filename.startswith(_ENGINES) and line.startswith("raise")
+    verb = "refused" if is_refusal else "raised"
+    return {"status": status_of(error), "reason": f"{verb}: {describe(error)}"}
 
 
 def costs_of(costs: StepCosts) -> dict:

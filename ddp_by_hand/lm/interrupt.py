@@ -1,9 +1,10 @@
 """Prepares a program before it imports torch: Ctrl-C, and what is said where torch is missing."""
 
-import os
 import sys
 from importlib.util import find_spec
 from types import TracebackType
+
+from ddp_by_hand.lm.programs import is_first_of_host
 
 INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
 
@@ -23,7 +24,7 @@ def begin_program() -> None:
         if not issubclass(kind, KeyboardInterrupt):
             previous(kind, error, traceback)
             return
-        if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0:
+        if is_first_of_host():
             print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
 

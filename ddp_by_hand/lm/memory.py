@@ -171,10 +171,10 @@ class _Step:
 
     def moments(self) -> Iterator[Kinds]:
         """Yields what is allocated at every moment that can be the peak."""
-        by_variant = {"fsdp": self._fsdp, "torch_fsdp": self._torch_fsdp}
-        parameters = self.whole / (self.ranks if self.variant in by_variant else 1)
-        optimizer = self.state()
-        for kept, gradients, buffers in by_variant.get(self.variant, self._whole_parameters)():
+        is_divided = "fsdp" in self.variant
+        parameters, optimizer = self.whole / (self.ranks if is_divided else 1), self.state()
+        found = self._divided() if is_divided else self._whole_parameters()
+        for kept, gradients, buffers in found:
             yield Kinds(parameters, gradients, optimizer, kept, buffers)
         table = self.width * self.model.vocab_size * self.model.d_model
         copied = {"fsdp": 2 * table, "zero1": self.capacity, "zero2": self.capacity}
@@ -253,55 +253,36 @@ class _Step:
             sent = [b.nbytes for b in plan_buckets(described, order, self.capacity)]
             yield 0, arrived, max(map(sum, zip(sent, [*sent[1:], 0], strict=True))) + max(sizes)
 
-    def _fsdp(self) -> Iterator[tuple[float, float, float]]:
-        """Yields the same of `fsdp`, where at most two blocks are whole, and gradients of two.
+    def _divided(self) -> Iterator[tuple[float, float, float]]:
+        """Yields the same of `fsdp` and `fully_shard`, where at most two blocks are whole.
 
         A block's gradients are copied to a flat buffer, which is on the wire until the next block's
         are copied. What is in no block is whole from forward until its gradients are there.
+        `fully_shard` keeps that, and the head's gradient, to the end. It frees a block before it
+        copies its gradients.
         """
-        model, slices = self.model, self.width / self.ranks
+        model, slices, is_ours = self.model, self.width / self.ranks, self.variant == "fsdp"
         width = 2 if self.dtype == "bfloat16" else 4  # of what is gathered, and its gradients
         table, block = model.vocab_size * model.d_model, block_parameters(model)
         outside = total_parameters(model) - model.num_layers * block
+        head = table if is_ours and not model.tie_embeddings else 0  # reduced before the blocks
         yield model.num_layers * self.per_block + self.loss, 0, width * outside
-        flat = 0 if model.tie_embeddings else self.width * table
-        held = width * (outside + table)  # with the head's gradient
-        yield self._kept(0), 0, held + flat + width * block
-        if not model.tie_embeddings:
-            held -= 2 * width * table
-        reduced = 0 if model.tie_embeddings else table
+        held, flat, reduced = width * (outside + table), self.width * head, head
+        yield self._kept(0), 0, held + flat + width * block  # with the head's gradient
+        held -= 2 * width * head
         for left in range(model.num_layers, 0, -1):
-            blocks = width * min(2, left) * block
+            blocks, kept = width * min(2, left) * block, (left - 1) * self.per_block
             yield left * self.per_block, slices * reduced, held + blocks + flat
-            grown = held + blocks + width * block
-            yield (left - 1) * self.per_block, slices * reduced, grown + flat
-            reduced, flat = reduced + block, self.width * block
-            yield (left - 1) * self.per_block, slices * reduced, grown + flat
-        last = 0 if model.tie_embeddings else width * table
-        yield 0, self.whole / self.ranks, held + last + self.width * table
-        yield 0, self.whole / self.ranks, width * (outside + block)  # the optimizer's step
-
-    def _torch_fsdp(self) -> Iterator[tuple[float, float, float]]:
-        """Yields the same of `fully_shard`, which keeps what is in no block whole to the end.
-
-        So does it the head's gradient. It frees a block before it copies its gradients.
-        """
-        model, slices = self.model, self.width / self.ranks
-        width = 2 if self.dtype == "bfloat16" else 4
-        table, block = model.vocab_size * model.d_model, block_parameters(model)
-        outside = total_parameters(model) - model.num_layers * block
-        yield model.num_layers * self.per_block + self.loss, 0, width * outside
-        held, flat, reduced = width * (outside + table), 0, 0
-        yield self._kept(0), 0, held + width * block
-        for left in range(model.num_layers, 0, -1):
-            blocks = width * min(2, left) * block
-            yield left * self.per_block, slices * reduced, held + blocks + flat
-            kept = (left - 1) * self.per_block
             yield kept, slices * reduced, held + blocks + width * block + flat
+            freed = 0 if is_ours else width * block
             reduced, flat = reduced + block, self.width * block
-            yield kept, slices * reduced, held + blocks + flat
-        yield 0, slices * reduced, 2 * width * outside + flat
-        yield 0, self.whole / self.ranks, (width + self.width) * outside
+            yield kept, slices * reduced, held + blocks + width * block - freed + flat
+        if is_ours:
+            yield 0, self.whole / self.ranks, held + width * head + self.width * table
+            yield 0, self.whole / self.ranks, width * (outside + block)  # the optimizer's step
+        else:
+            yield 0, slices * reduced, 2 * width * outside + flat
+            yield 0, self.whole / self.ranks, (width + self.width) * outside
 
 
 def largest_model(

@@ -12,7 +12,6 @@ The embedding and the head are split by the vocabulary; norms are whole on every
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +30,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_by_hand.lm.layout import DATA, TENSOR
 from ddp_by_hand.lm.model import Transformer
 
-WRAPS = ("leaf", "block", "root")
-
+WRAPS = ("block", "root")
 EMBEDDINGS = ("token_embedding", "model.embed_tokens")
 
 Plan = dict[str, ParallelStyle]
 
 
-def parallelize(
-    network: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    wrap: str = "block",
-    mixed_precision: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
-) -> nn.Module:
+def parallelize(network: nn.Module, mesh: DeviceMesh, *, wrap: str = "block") -> nn.Module:
     """Shards the network in place over the axes that the mesh has.
 
     Args:
         mesh: a mesh of one or two axes, named `data` (different samples) or `tensor` (the same
             samples).
-        wrap, mixed_precision, reshard_after_forward: of FSDP2; see `shard_fully`.
+        wrap: of FSDP2; see `shard_fully`.
 
     Raises:
         ValueError: for other axes, or a network that the tensor axis does not divide.
@@ -65,13 +56,7 @@ def parallelize(
     if TENSOR in names:
         split_tensors(network, mesh[TENSOR])
     if DATA in names:
-        shard_fully(
-            network,
-            mesh[DATA],
-            wrap=wrap,
-            mixed_precision=mixed_precision,
-            reshard_after_forward=reshard_after_forward,
-        )
+        shard_fully(network, mesh[DATA], wrap=wrap)
     return network
 
 
@@ -184,49 +169,30 @@ def shard_fully(
     *,
     wrap: str = "block",
     mixed_precision: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | None = None,
 ) -> None:
     """Applies FSDP2 over a mesh of one axis.
 
     | wrap | gathered together | |
     | --- | --- | --- |
-    | `leaf` | the parameters of one module | least memory, most collectives |
     | `block` | a block of the network's list of blocks; the rest with the root | the usual one |
     | `root` | everything | one collective, nothing overlaps |
 
     Args:
         mixed_precision: what parameters are cast to while they compute, and gradients while they
             are reduced; see `torch.distributed.fsdp.MixedPrecisionPolicy`.
-        reshard_after_forward: whether backward gathers again; None: FSDP2's own choice.
     """
     if wrap not in WRAPS:
         raise ValueError(f"wrap is {wrap!r}: choose one of {', '.join(WRAPS)}")
-    if wrap == "leaf" and (tied := _tied(network)):
-        raise ValueError(
-            f"{' and '.join(tied[0])} are one parameter, which two modules cannot shard: "
-            "choose wrap='block' or 'root'"
-        )
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
-    if mixed_precision is not None:
-        options["mp_policy"] = mixed_precision
-    for module in {"leaf": _leaves, "block": _blocks, "root": lambda _: []}[wrap](network):
-        fully_shard(module, **options)
-    fully_shard(network, **options)
-
-
-def _leaves(network: nn.Module) -> list[nn.Module]:
-    """Returns the modules that own parameters, without the network itself."""
-    own = (m for m in network.modules() if any(True for _ in m.parameters(recurse=False)))
-    return [module for module in own if module is not network]
+    policy = mixed_precision or MixedPrecisionPolicy()
+    for module in [*(_blocks(network) if wrap == "block" else ()), network]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
     """Returns the members of the list of modules that holds most parameters."""
     lists = [m for m in network.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
-        raise ValueError(
-            f"{type(network).__name__} has no list of blocks: choose wrap='leaf' or 'root'"
-        )
+        raise ValueError(f"{type(network).__name__} has no list of blocks: choose wrap='root'")
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 

@@ -1,6 +1,6 @@
 """This process among its peers: ranks, devices, process group and seeds.
 
-The environment is read here and nowhere else.
+The environment is read here and in `lm.programs`, and nowhere else.
 """
 
 import gc
@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_by_hand.lm.programs import program_words
+from ddp_by_hand.lm.programs import launched, program_words
 
 INVOCATION = "LM_INVOCATION"
 LAUNCHED_HERE = "LM_LAUNCHED_HERE"
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,9 @@ class Worker:
         return self.rank == 0
 
 
-def launched() -> bool:
-    """Returns whether torchrun, or another launcher, started this process as one of several."""
-    return all(variable in os.environ for variable in LAUNCH_VARIABLES)
-
-
 def launched_rank() -> int:
     """Returns the rank that the launcher gave this process; 0 without a launcher."""
     return int(os.environ["RANK"]) if launched() else 0
-
-
-def is_first_of_host() -> bool:
-    """Returns whether this process prints for its host; True without a launcher."""
-    return not launched() or int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) == 0
 
 
 def launched_world_size() -> int:

@@ -23,26 +23,3 @@ from ddp_by_hand.measure.results import (
 )
 from ddp_by_hand.measure.statistics import Ratio, summarize
 from ddp_by_hand.measure.table import Column, describe_failure, format_table
-
-__all__ = [
-    "ERROR",
-    "FINISHED",
-    "OK",
-    "OOM",
-    "SCHEMA_VERSION",
-    "UNAVAILABLE",
-    "Column",
-    "Progress",
-    "Ratio",
-    "Results",
-    "cell_key",
-    "describe_failure",
-    "draw_comparison",
-    "draw_memory",
-    "environment",
-    "format_table",
-    "peak_flops",
-    "plan_rounds",
-    "summarize",
-    "write_atomically",
-]

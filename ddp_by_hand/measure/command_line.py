@@ -1,4 +1,7 @@
-"""Command lines: a wrong option is answered by one line on stderr and exit status 2."""
+"""Command lines: a wrong option is answered by one line on stderr and exit status 2.
+
+Of several ranks that got the same options the first one of each host prints it.
+"""
 
 import argparse
 import difflib
@@ -8,28 +11,26 @@ import os
 import select
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ddp_by_hand.lm.interrupt import INTERRUPTED
+from ddp_by_hand.lm.programs import is_first_of_host
 from ddp_by_hand.measure.extras import MissingExtra
 
 BAD_INPUT = 2
-INTERRUPTED = 130  # what shells report for Ctrl-C, 128 + SIGINT
 UNWRITABLE = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NOBODY_READS = 141  # and for `| head`, 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints no usage text before an error; `--help` shows it.
+    """An argument parser that prints no usage text before an error; `--help` shows it."""
 
-    `speaks` says whether this process, one of several that got the same options, is to print it.
-    """
-
-    def __init__(self, *, speaks: Callable[[], bool] = lambda: True, **options: Any):
+    def __init__(self, **options: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self._speaks = speaks
 
     def error(self, message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ")
@@ -37,25 +38,34 @@ class Parser(argparse.ArgumentParser):
             known = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(words.partition(" ")[0].partition("=")[0], known, n=1)
             message += f" (did you mean {near[0]}?)" if near else "; --help lists them"
-        self.exit(BAD_INPUT, f"{self.prog}: {message}\n" if self._speaks() else None)
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n" if is_first_of_host() else None)
 
 
-def ending_quietly(
-    main: Callable[..., int] | None = None,
-    *,
-    speaks: Callable[[], bool] = lambda: True,
-) -> Callable[..., Any]:
+class BadInput(Exception):
+    """Raised for what a user gave and cannot be; its message says what to give instead."""
+
+
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """Raises BadInput in place of ValueError and OSError, where they are about the options.
+
+    It is a context manager, and `@bad_input()` decorates a function.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # no bad input: see `ending_quietly`
+    except (ValueError, OSError) as error:
+        raise BadInput(str(error)) from error
+
+
+def ending_quietly(main: Callable[..., int]) -> Callable[..., int]:
     """Decorates a program's `main`, so that it ends without a traceback.
 
     Ctrl-C prints `interrupted` and exits with status 130. Output without a reader (`| head`) ends
     it silently with status 141. Output that cannot be written (a full disk) ends it with one line
     and status 1, a package that is not installed (`extras`) with one line and status 2.
-
-    Args:
-        speaks: see `Parser`.
     """
-    if main is None:
-        return functools.partial(ending_quietly, speaks=speaks)
 
     @functools.wraps(main)
     def run(*arguments: Any, **named: Any) -> int:
@@ -68,11 +78,11 @@ def ending_quietly(
             finally:
                 sys.stdout.flush()  # here and not at exit, where it cannot be caught
         except MissingExtra as error:
-            if speaks():
+            if is_first_of_host():
                 print(error, file=sys.stderr)
             return BAD_INPUT
         except KeyboardInterrupt:
-            if speaks():
+            if is_first_of_host():
                 print("interrupted", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
@@ -83,19 +93,11 @@ def ending_quietly(
             if error.filename is not None or error.errno not in _FULL:
                 raise  # another file than the output
             _discard(sys.stdout)
-            if speaks():
+            if is_first_of_host():
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
             return UNWRITABLE
 
     return run
-
-
-def is_alone() -> bool:
-    """Returns whether this process is not one of several that a launcher started.
-
-    It needs no import that takes long, as `lm.runtime` does.
-    """
-    return "RANK" not in os.environ
 
 
 def _close_unread() -> bool:
@@ -115,11 +117,9 @@ def _discard(stream: TextIO) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def refuse(program: str, error: Exception | str, speaks: bool = True) -> int:
+def refuse(program: str, error: Exception | str) -> int:
     """Print the error on one line of stderr; the exit status."""
-    if isinstance(error, BrokenPipeError):
-        raise error  # no bad input: see `ending_quietly`
-    if speaks:
+    if is_first_of_host():
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     return BAD_INPUT
 

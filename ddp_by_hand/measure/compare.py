@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import not_negative, option, parse_options
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import not_negative, option, program
 from ddp_by_hand.measure.report_tables import milliseconds
 from ddp_by_hand.measure.report_text import TRUSTED_ROUNDS, environment
 from ddp_by_hand.measure.results import OK, UNAVAILABLE
@@ -42,7 +42,6 @@ from ddp_by_hand.measure.statistics import Ratio, ratio, summarize
 from ddp_by_hand.measure.table import Column, format_table
 from ddp_by_hand.measure.words import counted
 
-PROGRAM = "ddp_by_hand.measure.compare"
 MIN_ROUNDS = 3
 LARGE_RATIO = 2.0  # with fewer rounds only a larger ratio of times has a verdict
 SLOWER, FASTER, UNCHANGED, UNCLEAR = "slower", "faster", "same", "unclear"
@@ -99,10 +98,9 @@ class Options:
             )
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
-    try:
+@program("ddp_by_hand.measure.compare", Options)
+def main(options: Options) -> int:
+    with bad_input():
         before, after = read_cells(options.before), read_cells(options.after)
         for path, cells in ((options.before, before), (options.after, after)):
             check_metric(path, cells, options.metric)
@@ -113,8 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"Missing in B: {'; '.join(found.missing)}; give --allow-missing if B has less.")
         if not found.judged:
             raise ValueError("no cell can be compared: give results of the same settings")
-    except (ValueError, OSError) as error:
-        return refuse(PROGRAM, error)
     return int(bool(found.regressions or (found.missing and not options.allow_missing)))
 
 

@@ -6,13 +6,16 @@
         rows: tuple[str, ...] | None = option(None, "batch x tokens (default: the model's)")
         compile: bool = option(False, "compile each layer (default: off)")
 
-    options = parse_options(Options, arguments, prog="experiments.name")
+    @program("experiments.name", Options)
+    def main(options: Options) -> int: ...  # returns the exit status
 
 The annotation is the type: `int`, `float`, `str` or `Path`, perhaps `| None`; `bool` is a flag, and
 a tuple takes several values. A default that the help text does not tell is put behind it. What
 is wrong is one line that names the option, and exit status 2.
 """
 
+import functools
+import inspect
 import math
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +23,8 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from ddp_by_hand.measure.command_line import Parser
+from ddp_by_hand.lm.programs import program_name
+from ddp_by_hand.measure.command_line import BadInput, Parser, ending_quietly, refuse
 from ddp_by_hand.measure.extras import require
 
 Options = TypeVar("Options")
@@ -114,6 +118,36 @@ def parse_options(
         parser.error(str(error))
     require(*needs)
     return options
+
+
+def program(
+    name: str, kind: type[Options], *, needs: Sequence[str] = (), **texts: Any
+) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
+    """Decorates `main(options)` of a program, which then takes arguments, as `parse_options` does.
+
+    BadInput ends it with one line and status 2; see `ending_quietly` for its other ends. What
+    `--help` says first is the docstring of its module.
+
+    Args:
+        name: the module's, by which it is started.
+        needs, texts: as for `parse_options`.
+    """
+
+    def decorate(main: Callable[[Options], int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        @ending_quietly
+        def run(arguments: Sequence[str] | None = None) -> int:
+            texts.setdefault("description", inspect.unwrap(main).__globals__["__doc__"])
+            called = program_name(name)
+            options = parse_options(kind, arguments, needs=needs, prog=called, **texts)
+            try:
+                return main(options)
+            except BadInput as error:
+                return refuse(called, error)
+
+        return run
+
+    return decorate
 
 
 def as_arguments(options: Any) -> list[str]:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from ddp_by_hand.measure.command_line import BadInput, bad_input
 from ddp_by_hand.measure.files import write_atomically
-from ddp_by_hand.measure.options import option, parse_options
+from ddp_by_hand.measure.options import option, program
 from ddp_by_hand.measure.picture import read_picture
 from ddp_by_hand.measure.report_page import Block, page, table
 from ddp_by_hand.measure.report_phases import PHASES_LEGEND, phase_tables
@@ -38,7 +38,6 @@ from ddp_by_hand.measure.report_text import environment, findings, settings, sub
 from ddp_by_hand.measure.results import OK
 from ddp_by_hand.measure.runs import BASELINES, ORDER, SECTION, Cell, read_cells
 
-PROGRAM = "ddp_by_hand.measure.report"
 FILE = "report.html"
 
 
@@ -53,22 +52,17 @@ class Options:
     )
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes a report. Returns 0, or 2 if the folder holds no results."""
-    options = parse_options(
-        Options, arguments, prog=PROGRAM, description=__doc__, needs=["matplotlib", "jinja2"]
-    )
-    try:
+@program("ddp_by_hand.measure.report", Options, needs=["matplotlib", "jinja2"])
+def main(options: Options) -> int:
+    """Writes a report."""
+    with bad_input():
         text = render(options.folder)
-    except (ValueError, OSError) as error:
-        return refuse(PROGRAM, error)
     path = options.output or options.folder / FILE
     try:
         _save(path, text)
     except OSError as error:
         how = f"cannot be written ({error.strerror}), name another file with --output"
-        return refuse(PROGRAM, f"{path}: {how}")
+        raise BadInput(f"{path}: {how}") from error
     print(path)
     return 0
 

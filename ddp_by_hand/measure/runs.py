@@ -258,7 +258,7 @@ def _identify(row: dict) -> Cell:
         names = {"implementation": names["implementation"], "clipping": "none", **names}
     config = row.get("config") or {}
     skipped = {*NAMES, *_MACHINE, *SIZES, *_SAID_BY_NAMES} - {"clipping"}
-    settings = {k: v for k, v in _flat(config).items() if k not in skipped}
+    settings = {k: v for k, v in flat(config).items() if k not in skipped}
     if "batch_size" in row:
         settings["batch_size"] = row["batch_size"]
     if "num_processes" in row:
@@ -267,12 +267,12 @@ def _identify(row: dict) -> Cell:
     return Cell(names, settings, machine | {key: row[key] for key in _PLACE if key in row})
 
 
-def _flat(config: dict, prefix: str = "") -> dict[str, object]:
+def flat(config: dict, prefix: str = "") -> dict[str, object]:
     """Flattens `{"model": {"d_ff": 8}}` to `{"model.d_ff": 8}`."""
     found = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value
     return found

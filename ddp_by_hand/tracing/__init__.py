@@ -29,32 +29,3 @@ from .summary import OperatorRow, slowest_operators, write_summary
 from .timeline import draw_timeline
 from .trace import Trace, load_trace
 from .waiting import load_runs, load_traces
-
-__all__ = [
-    "PHASES",
-    "OperatorRow",
-    "StepPieces",
-    "Trace",
-    "basis_of",
-    "budget",
-    "budgets",
-    "collective_seconds",
-    "describe_budgets",
-    "disturbance",
-    "draw_budgets",
-    "draw_timeline",
-    "hidden_fraction",
-    "load_runs",
-    "load_trace",
-    "load_traces",
-    "overlap",
-    "phase",
-    "pieces",
-    "profile",
-    "representative_step",
-    "slowdown",
-    "slowest_operators",
-    "steps",
-    "undisturbed",
-    "write_summary",
-]

@@ -37,60 +37,61 @@ KINDS = {
 }
 
 
-def collectives(events: list[dict]) -> dict[str, list[Interval]]:
-    """Returns name → intervals, in order."""
-    found: dict[str, list[Interval]] = {}
-    for event in events:
-        if event["name"].startswith(COLLECTIVES):
+class Rules:
+    """What the events of a trace are, by the rules above."""
+
+    basis = BASIS
+
+    def __init__(self, events: list[dict]) -> None:
+        self.events = events
+        self._collectives = [e for e in events if e["name"].startswith(COLLECTIVES)]
+        busy_threads = {e["tid"] for e in self._collectives}
+        operators = [
+            e
+            for e in events
+            if e.get("cat") == "cpu_op"
+            and e["tid"] not in busy_threads
+            and not is_wrapper(e["name"])
+        ]
+        self.computation = _without_launches(operators)  # sorted, and merged per thread
+        self.communication = _intervals(self._collectives)
+
+    def collectives(self) -> dict[str, list[Interval]]:
+        """Returns name → intervals, in order."""
+        found: dict[str, list[Interval]] = {}
+        for event in self._collectives:
             found.setdefault(event["name"], []).append((event["start"], event["end"]))
-    return {name: sorted(calls) for name, calls in found.items()}
+        return {name: sorted(calls) for name, calls in found.items()}
 
+    def work_by_name(self, span: Interval) -> tuple[list, list]:
+        """Returns nothing: operators contain others, and gloo says not what it does."""
+        return [], []
 
-def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
-    """Returns (computation, communication), each sorted; computation is merged per thread."""
-    collectives = [e for e in events if e["name"].startswith(COLLECTIVES)]
-    busy_threads = {e["tid"] for e in collectives}
-    operators = [
-        e
-        for e in events
-        if e.get("cat") == "cpu_op" and e["tid"] not in busy_threads and not is_wrapper(e["name"])
-    ]
-    return _without_launches(operators), _intervals(collectives)
+    def place_phases(
+        self, on_cpu: dict[str, list[Interval]]
+    ) -> tuple[dict[str, list[Interval]], str]:
+        """Returns the phases as recorded, and where that is."""
+        return on_cpu, "ranges on the CPU thread"
 
+    def time_in(self, on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
+        """Returns how long ranges lasted."""
+        return {name: total(ranges) for name, ranges in on_cpu.items()}
 
-def gradients(events: list[dict]) -> list[float]:
-    """Returns when autograd began to accumulate each gradient, in order."""
-    return sorted(e["start"] for e in events if e["name"] == ACCUMULATION)
+    def gradients(self) -> list[float]:
+        """Returns when autograd began to accumulate each gradient, in order."""
+        return sorted(e["start"] for e in self.events if e["name"] == ACCUMULATION)
 
-
-def kinds(events: list[dict]) -> dict[str, list[Interval]]:
-    """Returns the operators of each kind of arithmetic."""
-    return {
-        kind: _intervals([e for e in events if pattern.fullmatch(e["name"])])
-        for kind, pattern in KINDS.items()
-    }
-
-
-def work_by_name(events: list[dict], span: Interval) -> tuple[list, list]:
-    """Returns nothing: operators contain others, and gloo says not what it does."""
-    return [], []
+    def kinds(self) -> dict[str, list[Interval]]:
+        """Returns the operators of each kind of arithmetic."""
+        return {
+            kind: _intervals([e for e in self.events if pattern.fullmatch(e["name"])])
+            for kind, pattern in KINDS.items()
+        }
 
 
 def is_wrapper(name: str) -> bool:
     """Returns whether an operator only contains others: a node of the backward graph."""
     return name.startswith(WRAPPERS) or re.fullmatch(r"[^:]*Backward\d*", name) is not None
-
-
-def place_phases(
-    events: list[dict], on_cpu: dict[str, list[Interval]]
-) -> tuple[dict[str, list[Interval]], str]:
-    """Returns the phases as recorded, and where that is."""
-    return on_cpu, "ranges on the CPU thread"
-
-
-def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
-    """Returns how long ranges lasted."""
-    return {name: total(ranges) for name, ranges in on_cpu.items()}
 
 
 def _without_launches(operators: list[dict]) -> list[Interval]:

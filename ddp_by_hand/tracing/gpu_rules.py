@@ -53,27 +53,71 @@ class Work:
     nbytes: int
 
 
-def collectives(events: list[dict]) -> dict[str, list[Interval]]:
-    """Returns name → intervals, in order: projected ranges, and NCCL's kernels."""
-    ranges = _side_ranges(events)
-    kernels = [e for e in _split(events, ranges)[1] if "nccl" in e["name"].lower()]
-    found: dict[str, list[Interval]] = {}
-    for event in ranges + kernels:
-        found.setdefault(event["name"], []).append((event["start"], event["end"]))
-    return {name: sorted(calls) for name, calls in found.items()}
+class Rules:
+    """What the events of a trace are, by the rules above."""
 
+    basis = BASIS
 
-def classify(events: list[dict]) -> tuple[list[Interval], list[Interval]]:
-    """Returns (computation, communication), each sorted and not merged."""
-    side_ranges = _side_ranges(events)
-    computing, communicating = _split(events, side_ranges)
-    return _intervals(computing), _intervals(communicating + side_ranges)
+    def __init__(self, events: list[dict]) -> None:
+        self.events = events
+        self._side_ranges = _side_ranges(events)
+        self._computing, self._communicating = _split(events, self._side_ranges)
+        self._launched = _by_launch_time(events, self._computing)
+        self.computation = _intervals(self._computing)  # sorted and not merged
+        self.communication = _intervals(self._communicating + self._side_ranges)
 
+    def collectives(self) -> dict[str, list[Interval]]:
+        """Returns name → intervals, in order: projected ranges, and NCCL's kernels."""
+        kernels = [e for e in self._communicating if "nccl" in e["name"].lower()]
+        found: dict[str, list[Interval]] = {}
+        for event in self._side_ranges + kernels:
+            found.setdefault(event["name"], []).append((event["start"], event["end"]))
+        return {name: sorted(calls) for name, calls in found.items()}
 
-def work_by_name(events: list[dict], span: Interval) -> tuple[list[Work], list[Work]]:
-    """Returns what ran on the device in `span`, by name, as (computing, communicating)."""
-    computing, communicating = _split(events, _side_ranges(events))
-    return _by_name(computing, span), _by_name(communicating, span)
+    def work_by_name(self, span: Interval) -> tuple[list[Work], list[Work]]:
+        """Returns what ran on the device in `span`, by name, as (computing, communicating)."""
+        return _by_name(self._computing, span), _by_name(self._communicating, span)
+
+    def place_phases(
+        self, on_cpu: dict[str, list[Interval]]
+    ) -> tuple[dict[str, list[Interval]], str]:
+        """Returns the phases on the device, and how they were placed."""
+        launched = self._launched
+        if launched:
+            placed = {name: _by_launch(launched, ranges) for name, ranges in on_cpu.items()}
+            if "gradient_sync" in on_cpu:
+                placed["gradient_sync"] = _waits(launched, on_cpu["gradient_sync"])
+            return {name: found for name, found in placed.items() if found}, "kernels by launch"
+        placed = {name: _projections(self.events, name) for name in on_cpu}
+        placed = {name: found for name, found in placed.items() if found}
+        if placed:
+            return placed, "the profiler's projection"
+        return on_cpu, "ranges on the CPU thread"
+
+    def time_in(self, on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
+        """Returns how long the computation ran that any thread launched during the ranges."""
+        return {
+            name: sum(
+                end - start for r in ranges for _, start, end in _launched_in(self._launched, r)
+            )
+            for name, ranges in on_cpu.items()
+        }
+
+    def gradients(self) -> list[float]:
+        """Returns when each gradient was final: all was done that was launched before its node."""
+        ends = list(accumulate((end for _, _, end in self._launched), max))
+        nodes = sorted(e["start"] for e in self.events if e["name"] == ACCUMULATION)
+        places = [bisect_left(self._launched, (node,)) for node in nodes]
+        return [ends[place - 1] for place in places if place]
+
+    def kinds(self) -> dict[str, list[Interval]]:
+        """Returns the kernels of each kind of arithmetic; a kernel has the first kind that fits."""
+        found: dict[str, list[dict]] = {kind: [] for kind in KINDS}
+        for event in self._computing:
+            kind = next((k for k, pattern in KINDS.items() if pattern.search(event["name"])), None)
+            if kind and event.get("cat") == "kernel":
+                found[kind].append(event)
+        return {kind: _intervals(own) for kind, own in found.items()}
 
 
 def _by_name(events: list[dict], span: Interval) -> list[Work]:
@@ -93,53 +137,6 @@ def _by_name(events: list[dict], span: Interval) -> list[Work]:
         )
         for (is_copy, name), own in found.items()
     ]
-
-
-def place_phases(
-    events: list[dict], on_cpu: dict[str, list[Interval]]
-) -> tuple[dict[str, list[Interval]], str]:
-    """Returns the phases on the device, and how they were placed."""
-    computing, _ = _split(events, _side_ranges(events))
-    launched = _by_launch_time(events, computing)
-    if launched:
-        placed = {name: _by_launch(launched, ranges) for name, ranges in on_cpu.items()}
-        if "gradient_sync" in on_cpu:
-            placed["gradient_sync"] = _waits(launched, on_cpu["gradient_sync"])
-        return {name: found for name, found in placed.items() if found}, "kernels by launch"
-    placed = {name: _projections(events, name) for name in on_cpu}
-    placed = {name: found for name, found in placed.items() if found}
-    return (placed, "the profiler's projection") if placed else (on_cpu, "ranges on the CPU thread")
-
-
-def time_in(events: list[dict], on_cpu: dict[str, list[Interval]]) -> dict[str, float]:
-    """Returns how long the computation ran that any thread launched during the ranges."""
-    if not on_cpu:
-        return {}
-    computing, _ = _split(events, _side_ranges(events))
-    launched = _by_launch_time(events, computing)
-    return {
-        name: sum(end - start for r in ranges for _, start, end in _launched_in(launched, r))
-        for name, ranges in on_cpu.items()
-    }
-
-
-def gradients(events: list[dict]) -> list[float]:
-    """Returns when each gradient was final: when all was done that was launched before its node."""
-    launched = _by_launch_time(events, _split(events, _side_ranges(events))[0])
-    ends = list(accumulate((end for _, _, end in launched), max))
-    nodes = sorted(e["start"] for e in events if e["name"] == ACCUMULATION)
-    places = [bisect_left(launched, (node,)) for node in nodes]
-    return [ends[place - 1] for place in places if place]
-
-
-def kinds(events: list[dict]) -> dict[str, list[Interval]]:
-    """Returns the kernels of each kind of arithmetic; a kernel has the first kind that fits."""
-    found: dict[str, list[dict]] = {kind: [] for kind in KINDS}
-    for event in _split(events, _side_ranges(events))[0]:
-        kind = next((k for k, pattern in KINDS.items() if pattern.search(event["name"])), None)
-        if kind and event.get("cat") == "kernel":
-            found[kind].append(event)
-    return {kind: _intervals(own) for kind, own in found.items()}
 
 
 def _split(events: list[dict], side_ranges: list[dict]) -> tuple[list[dict], list[dict]]:

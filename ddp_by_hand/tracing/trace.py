@@ -67,29 +67,29 @@ def load_trace(path: str | Path) -> Trace:
         events = [_with_interval(e) for e in document["traceEvents"] if e.get("ph") == "X"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: a trace event without name, time or thread ({error})") from error
-    rules = gpu_rules if any(e.get("cat") == "kernel" for e in events) else cpu_rules
-    computation, communication = rules.classify(events)
-    if not computation and not communication:
+    has_kernels = any(e.get("cat") == "kernel" for e in events)
+    rules = gpu_rules.Rules(events) if has_kernels else cpu_rules.Rules(events)
+    if not rules.computation and not rules.communication:
         raise ValueError(f"{path}: the trace holds no operator and no kernel; profile again")
     epochs = _ranges(events, lambda name: name.startswith(EPOCH_PREFIX))
-    phases, phase_basis = rules.place_phases(events, _ranges(events, PHASES.__contains__))
+    phases, phase_basis = rules.place_phases(_ranges(events, PHASES.__contains__))
     ranks = document.get("distributedInfo") or {}
-    span = _span(phases, epochs, computation + communication)
-    kernels, transfers = rules.work_by_name(events, span)
+    span = _span(phases, epochs, rules.computation + rules.communication)
+    kernels, transfers = rules.work_by_name(span)
     return Trace(
         rank=ranks.get("rank", 0),
-        basis=rules.BASIS,
-        computation=computation,
-        communication=communication,
+        basis=rules.basis,
+        computation=rules.computation,
+        communication=rules.communication,
         phases=phases,
         phase_basis=phase_basis,
         epochs=epochs,
         span=span,
-        layers=rules.time_in(events, _ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
-        collectives=rules.collectives(events),
+        layers=rules.time_in(_ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
+        collectives=rules.collectives(),
         clock=_clock(document),
-        gradients=rules.gradients(events),
-        kinds=rules.kinds(events),
+        gradients=rules.gradients(),
+        kinds=rules.kinds(),
         configuration=document.get(CONFIGURATION, {}),
         kernels=kernels,
         transfers=transfers,

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ddp import IMPLEMENTATIONS
-from ddp_by_hand.bench.options import parse
 from ddp_by_hand.bench.settings import settings_from
 from ddp_by_hand.bench.worker import Benchmark
 from ddp_by_hand.measure import SCHEMA_VERSION
@@ -26,6 +25,7 @@ from tests.support.benchmark_command import (
     finish,
     forked_benchmark,
     launch,
+    parse,
     table_of,
     wait_for_rows,
 )

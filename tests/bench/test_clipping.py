@@ -9,13 +9,13 @@ import pytest
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench import main as command
 from ddp_by_hand.bench.gate import tolerance
-from ddp_by_hand.bench.options import CLIPPING_NAMES, FUSED_MODES, PRIVATE_MODES, parse
+from ddp_by_hand.bench.options import CLIPPING_NAMES, FUSED_MODES, PRIVATE_MODES
 from ddp_by_hand.bench.report import report
 from ddp_by_hand.bench.settings import Privacy, Subject, settings_from
 from ddp_by_hand.bench.worker import GATE, TIMING, plan
 from ddp_by_hand.measure import Results
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark
+from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark, parse
 
 NAMES = ["none", "ddp", "torch_ddp"]
 BOTH = ["--clipping", "none", "bookkeeping"]
@@ -315,7 +315,12 @@ def test_each_mode_has_files_of_its_own_with_the_phases_of_a_private_step(profil
     assert "squared norms, which no all-reduce adds up" in text
     assert "Synchronisation is never switched off" in text
     text = (profiled / "ddp_bucketed_bookkeeping_summary.txt").read_text()
-    for word in ("noise multiplier", "max grad norm", "no ε is stated", "\nnoise  "):
+    for word in (
+        "clipping.noise_multiplier",
+        "clipping.max_grad_norm",
+        "no ε is stated",
+        "\nnoise  ",
+    ):
         assert word in text, word
     for part in PARTS:
         assert f"\n  {part} " in text

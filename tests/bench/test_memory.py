@@ -8,13 +8,12 @@ import pytest
 
 from ddp_by_hand.bench.main import main
 from ddp_by_hand.bench.memory import describe_memory, draw_predicted, machine_memory, predictions
-from ddp_by_hand.bench.options import parse
 from ddp_by_hand.bench.report import columns, comparison
 from ddp_by_hand.bench.settings import settings_from
 from ddp_by_hand.bench.worker import GATE, plan
 from ddp_by_hand.lm.memory import predict_memory
 from ddp_by_hand.measure import Results
-from tests.support.benchmark_command import TINY
+from tests.support.benchmark_command import TINY, parse
 
 
 @pytest.fixture

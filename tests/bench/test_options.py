@@ -12,12 +12,12 @@ import pytest
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench import main as command
 from ddp_by_hand.bench.names import plain
-from ddp_by_hand.bench.options import EXAMPLES, Options, parse
+from ddp_by_hand.bench.options import EXAMPLES, Options
 from ddp_by_hand.bench.settings import settings_from, source_digest
 from ddp_by_hand.bench.worker import plan
 from ddp_by_hand.measure import SCHEMA_VERSION
 from ddp_by_hand.measure.options import parser_of
-from tests.support.benchmark_command import PLUGINS, ROOT, forked_benchmark
+from tests.support.benchmark_command import PLUGINS, ROOT, forked_benchmark, parse
 
 CPU = ["--device", "cpu"]
 FILES = {  # in the folder in which each case runs
@@ -181,7 +181,7 @@ def test_a_dry_run_starts_and_writes_nothing(no_workers, capfd, tmp_path, mode):
 
 def test_help_tells_default_and_effect_of_every_option(capsys):
     with pytest.raises(SystemExit) as stopped:
-        parse(["--help"])
+        command.main(["--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     assert EXAMPLES in text

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from ddp_by_hand.bench.options import parse
 from ddp_by_hand.bench.report import report
 from ddp_by_hand.bench.settings import settings_from
 from ddp_by_hand.bench.worker import GATE, TIMING, plan
 from ddp_by_hand.measure import Results
+from tests.support.benchmark_command import parse
 
 NAMES = ["none", "ddp", "torch_ddp"]
 STEPS = {"none": 100.0, "ddp": 150.0, "torch_ddp": 120.0}

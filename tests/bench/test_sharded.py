@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from ddp_by_hand.bench import main as command
-from ddp_by_hand.bench.options import parse
 from ddp_by_hand.bench.report import report
 from ddp_by_hand.bench.settings import Subject, check_world, settings_from
 from ddp_by_hand.bench.sharded import REPLICATED, SHARDED, layout_of
@@ -17,7 +16,7 @@ from ddp_by_hand.measure import Results
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import PROGRESS, benchmark, forked_benchmark
+from tests.support.benchmark_command import PROGRESS, benchmark, forked_benchmark, parse
 from tests.support.wrong_input import is_one_line
 
 BOTH = ["--clipping", "none", "bookkeeping"]

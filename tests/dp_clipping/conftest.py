@@ -154,6 +154,11 @@ def count_calls(function: Callable) -> Callable:
     return counted
 
 
+def unit_gradients(gradients: oracle.Gradients, rows_per_unit: int) -> oracle.Gradients:
+    """Returns the gradients of units, each the sum of those of its rows, side by side."""
+    return {name: g.unflatten(0, (-1, rows_per_unit)).sum(1) for name, g in gradients.items()}
+
+
 def assert_step(
     model: PrivateModel,
     plain: nn.Module,
@@ -170,7 +175,7 @@ def assert_step(
     `plain` is an equal network that is not private, and `limit` the model's threshold.
     """
     gradients = oracle.per_sample_gradients(plain, batch, per_sample_loss)
-    gradients = oracle.unit_gradients(gradients, rows_per_unit)
+    gradients = unit_gradients(gradients, rows_per_unit)
     sums = clipped_sums(model, batch, per_sample_loss)
     if clipping == "flat":
         found, norms = model.per_sample_gradient_norms.double(), oracle.norms(gradients).double()

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.examples import functions_table as table
 from ddp_by_hand.examples import synthetic_table
 from ddp_by_hand.examples.synthetic_table import MOST, ROWS, SIZES, Options, TableModel
+from ddp_by_hand.measure.command_line import BadInput
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
 SMALL = [
@@ -38,7 +39,7 @@ def test_the_table_is_read_and_rows_are_values_and_text(tmp_path, monkeypatch):
     assert found == {
         "one.py: A": [("__eq__", 2, 2, 1), ("_f", 0, 1, 0)], "one.py: C": [("g", 6, 1, 0)],
     }  # fmt: skip
-    with pytest.raises(ValueError, match="3 entities are asked for, and the table has 2"):
+    with pytest.raises(BadInput, match="3 entities are asked for, and the table has 2"):
         table.read_entities(3)
     values = table.to_values(found["one.py: A"], 3)
     assert values.tolist() == [[0, 2, 0, 1, 0], [1, 0, 0, 0, 1], [-1] * 5]

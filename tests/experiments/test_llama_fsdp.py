@@ -19,7 +19,7 @@ from ddp_by_hand.experiments.llama_fsdp import run as run_module
 from ddp_by_hand.experiments.llama_fsdp.__main__ import main, run_grid
 from ddp_by_hand.experiments.llama_fsdp.cell import write_result
 from ddp_by_hand.experiments.llama_fsdp.network import build, config_of
-from ddp_by_hand.experiments.llama_fsdp.options import cell_arguments, parse, settings_of
+from ddp_by_hand.experiments.llama_fsdp.options import Options
 from ddp_by_hand.experiments.llama_fsdp.plan import plan, run_of
 from ddp_by_hand.experiments.llama_fsdp.results import (
     MODES,
@@ -35,6 +35,7 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
 from ddp_by_hand.lm.launch import Outcome
 from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.lm.watch import Cause
+from ddp_by_hand.measure.options import as_arguments, parse_options, shared_values
 from ddp_by_hand.measure.runs import ORDER, Cell, cells_of
 from dp_clipping.kernels.launch.tiles import available
 from tests.support.forked import run_forked
@@ -111,8 +112,9 @@ def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid
     peak = page.rows("Memory")["flash_bookkeeping_fsdp"]["peak MiB"]
     assert float(peak.replace(",", "")) == pytest.approx(result["peak_memory_mb"], abs=0.5)
     assert len(page.pictures) == len(PICTURES)
-    typed = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *arguments])
-    assert typed in page.text
+    words = as_arguments(parse_options(Options, arguments))
+    command = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *words])
+    assert command in page.text
     assert page.text.count("ddp_by_hand.experiments.llama_fsdp") == 1
     _, folder, _ = grid
     for path in files_below(folder):
@@ -203,21 +205,22 @@ def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
 
 
 def options_of(folder: Path, *arguments: str):
-    return parse([*TINY, "--output-dir", str(folder), *arguments])
+    return parse_options(Options, [*TINY, "--output-dir", str(folder), *arguments])
 
 
 def starter(fail: dict[str, Outcome], started: list[str]):
     """Takes the place of processes: a cell writes its result, or ends as `fail` says."""
 
     def start(command: list[str]) -> Outcome:
-        options = parse(command[3:])
+        options = parse_options(Options, command[3:])
         started.append(f"{options.mode} {options.seq_length} {options.round}")
         if options.mode in fail:
             return fail[options.mode]
         cell = GridCell(options.mode, options.seq_length, options.round)
         ms = 100.0 + 50 * list(MODES).index(options.mode)
+        settings = shared_values(options, GridSettings)
         result = single_result(
-            cell, settings_of(options), CPU, 2, status="ok", step_ms=[ms, 1.02 * ms],
+            cell, settings, CPU, 2, status="ok", step_ms=[ms, 1.02 * ms],
             forward_backward_ms=[0.9 * ms] * 2, peak_bytes=(2 + ms / 1000) * 2**30,
             vocab_size=512, environment={"torch": "2", "date": "2026-11-21", "gpus": []},
         )  # fmt: skip
@@ -233,7 +236,7 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
     arguments = ["--modes", "no_dp", "ghost_fsdp", "flash_fsdp", "--seq-lengths", "8", "16"]
     options = options_of(tmp_path, *arguments, "--rounds", "2")
     fail = {"ghost_fsdp": killed, "flash_fsdp": Outcome(3)}
-    assert run_grid(options, run_of(options, CPU, 2), starter(fail, started)) == 1
+    assert run_grid(run_of(options, CPU), starter(fail, started)) == 1
     assert len(started) == 2 * (2 + 1 + 1)  # what has failed is not tried in the second round
     lost = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
     assert (lost["status"], lost["peak_memory_gb"]) == ("oom", None)
@@ -244,7 +247,7 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
     assert "oom: rank 1 failed first: OutOfMemoryError" in (tmp_path / "summary.txt").read_text()
 
     started.clear()  # a rerun tries them again, and only them
-    assert run_grid(options, run_of(options, CPU, 2), starter({}, started)) == 0
+    assert run_grid(run_of(options, CPU), starter({}, started)) == 0
     assert len(started) == 2 * (2 + 2)
     assert not any("no_dp" in one for one in started)
     result = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
@@ -252,7 +255,7 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
 
 
 def test_rounds_are_interleaved():
-    cells = plan(parse(["--rounds", "3", "--seq-lengths", "64", "32"]))
+    cells = plan(parse_options(Options, ["--rounds", "3", "--seq-lengths", "64", "32"]))
     assert [c.seq_length for c in cells] == [32] * 15 + [64] * 15
     assert [c.round for c in cells[:15]] == [0] * 5 + [1] * 5 + [2] * 5
     for first in range(0, 30, 5):
@@ -264,10 +267,11 @@ def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
     outcome = Outcome(70, Cause(0, "error", f"HTTPError: Bearer {SECRET} was refused"))
     options = options_of(tmp_path)
     path = tmp_path / "one.json"
-    run_of(options, CPU, 2).measure(GridCell("no_dp", 8), lambda _: outcome, path)
+    run_of(options, CPU).measure(GridCell("no_dp", 8), lambda _: outcome, path)
     assert SECRET not in path.read_text()
     assert "Bearer *** was refused" in path.read_text()
-    assert not any(SECRET in word for word in cell_arguments(GridCell("no_dp", 8), options, path))
+    words = as_arguments(options.for_cell(GridCell("no_dp", 8), path))
+    assert not any(SECRET in word for word in words)
 
 
 def results_like(ratios: dict[str, float | str], lengths=(1024, 2048), rounds=2) -> list[dict]:

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from ddp_by_hand.experiments.local_steps import main, split
 from ddp_by_hand.lm.data import open_data
 from ddp_by_hand.measure.picture import read_picture
@@ -21,7 +23,8 @@ def test_it_trains_prints_and_draws(tmp_path, capsys):
 
 
 def test_rounds_must_be_whole_and_held_out_text_is_not_trained_on(capsys):
-    assert main(["--steps", "10", "--every", "4"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["--steps", "10", "--every", "4"])
     assert "--steps 10: 4 local steps do not divide it" in capsys.readouterr().err
     corpus, held_out = split(open_data("stdlib", 256))
     both = len(corpus.tokens) + len(held_out.tokens)

@@ -13,8 +13,8 @@ from ddp_by_hand.experiments.networks.__main__ import Options, main, run_all
 from ddp_by_hand.experiments.networks.bounds import bounds_of, describe_bounds
 from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from ddp_by_hand.experiments.networks.rows import ROWS
-from ddp_by_hand.experiments.networks.training import failure_of, training_of
-from ddp_by_hand.experiments.rounds import report
+from ddp_by_hand.experiments.networks.training import training_of
+from ddp_by_hand.experiments.rounds import failure_of, report
 from ddp_by_hand.experiments.training import ClassifierTraining
 from ddp_by_hand.measure.options import parse_options
 from ddp_by_hand.measure.picture import read_picture

@@ -12,7 +12,7 @@ from ddp_by_hand.experiments.plan_privacy.__main__ import hours_of, main
 from ddp_by_hand.experiments.plan_privacy.curves import curve_of, interpolate, left_out
 from ddp_by_hand.experiments.plan_privacy.law import Observation
 from ddp_by_hand.experiments.plan_privacy.noise import NoiseTable, exact_noise, nodes
-from ddp_by_hand.experiments.plan_privacy.options import Throughput, parse, throughput_of
+from ddp_by_hand.experiments.plan_privacy.options import Options, Throughput, throughput_of
 from ddp_by_hand.experiments.plan_privacy.parametric import (
     Exponents,
     Optimum,
@@ -24,6 +24,7 @@ from ddp_by_hand.experiments.plan_privacy.parametric import (
 from ddp_by_hand.experiments.plan_privacy.plan import Budget, Candidate, Planner
 from ddp_by_hand.experiments.plan_privacy.published import DELTA, TABLE_2, optima, published_law
 from ddp_by_hand.measure import OK, Results
+from ddp_by_hand.measure.options import parse_options
 from ddp_by_hand.measure.picture import read_picture
 from tests.support.plans import TRUE, quick_noise
 
@@ -235,7 +236,7 @@ PLAN = ["--examples", "1e8", "--compute", "1e21"]
 
 def test_the_calls_in_messages_work():
     for call in (options.CALL, options.CALIBRATE, f"{options.CALL} {options.MEASURED}"):
-        parse(call.split()[3:], None)
+        parse_options(Options, call.split()[3:])
 
 
 def test_a_plan_is_printed_and_drawn(quick, capsys, tmp_path):

@@ -15,7 +15,7 @@ from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings, r
 from ddp_by_hand.experiments.profile_bottlenecks import plot
 from ddp_by_hand.experiments.profile_bottlenecks.__main__ import main, run_of, summarize, sweep
 from ddp_by_hand.experiments.profile_bottlenecks.cell import measure, split
-from ddp_by_hand.experiments.profile_bottlenecks.options import mode_of, parse, settings_of
+from ddp_by_hand.experiments.profile_bottlenecks.options import Options
 from ddp_by_hand.experiments.profile_bottlenecks.verdict import (
     PHASES,
     bounds,
@@ -31,6 +31,7 @@ from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.lm.watch import Cause
 from ddp_by_hand.measure import Results
 from ddp_by_hand.measure.growth import fit_growth
+from ddp_by_hand.measure.options import parse_options
 from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
 from tests.support.alone import Watching, worker_of
@@ -334,9 +335,9 @@ def fake_start(row: dict, oom_at: int):
 
 def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, capsys):
     lengths = ["--seq-lengths", "16", "32", "64", "--model-name", "tiny"]
-    options = parse(["--cpu", *lengths, "--output-dir", str(tmp_path)])
+    options = parse_options(Options, ["--cpu", *lengths, "--output-dir", str(tmp_path)])
     row = {k: v for k, v in slow_row.items() if k != "key"}
-    assert sweep(options, run_of(options, CPU, 2), fake_start(row, oom_at=32)) == 0
+    assert sweep(run_of(options, CPU), fake_start(row, oom_at=32)) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [r["status"] for r in rows] == ["ok", "oom", "ok"]
     assert (tmp_path / "bottlenecks.png").exists()
@@ -344,7 +345,7 @@ def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, 
     check_report((tmp_path / "report.html").read_text(), row)
     started = []
     again = fake_start(row, oom_at=0)
-    assert sweep(options, run_of(options, CPU, 2), lambda c: started.append(c) or again(c)) == 0
+    assert sweep(run_of(options, CPU), lambda c: started.append(c) or again(c)) == 0
     assert len(started) == 1  # only the length that had failed
     first, second = capsys.readouterr().out.split("results.jsonl\n")[:2]
     assert "[2/3] 32 tokens: oom" in first
@@ -363,12 +364,12 @@ def test_sweep_isolates_what_runs_out_of_memory_and_resumes(slow_row, tmp_path, 
 )
 def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, changed, said):
     common = ["--cpu", "--num-processes", "2", "--seq-lengths", "16", "--output-dir", str(tmp_path)]
-    options = parse([*common, "--num-iter", "3", "--model-name", "tiny"])
-    config = recorded(settings_of(options)) | {"vocab_size": 8}
-    row = slow_row | {"mode": mode_of(options), "batch_size": 4, "num_processes": 2}
+    options = parse_options(Options, [*common, "--num-iter", "3", "--model-name", "tiny"])
+    run = run_of(options, CPU)
+    config = recorded(run.settings) | {"vocab_size": 8}
+    row = slow_row | {"mode": options.mode, "batch_size": 4, "num_processes": 2}
     row = {k: v for k, v in row.items() if k != "key"} | {"config": config}
     Results(tmp_path).record(row)
-    run = run_of(options, CPU, 2)
     run.check(run.differs)
     assert main([*common, "--num-iter", "3", *changed]) == 2
     assert capsys.readouterr().err == (

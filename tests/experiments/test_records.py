@@ -13,7 +13,7 @@ import torch
 from ddp_by_hand.examples.private_text import Text
 from ddp_by_hand.experiments.records import __main__ as records
 from ddp_by_hand.experiments.records import data, picture, results, synthetic, texts, train
-from ddp_by_hand.experiments.records.data import open_images, open_pairs
+from ddp_by_hand.experiments.records.data import open_images
 from ddp_by_hand.experiments.records.networks import NETWORKS, TemperedSigmoid
 from ddp_by_hand.experiments.records.rows import ROWS, STDLIB, Row, rows_of
 from ddp_by_hand.experiments.records.scattering import Scattering, scattered
@@ -75,8 +75,8 @@ def test_data_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "UNPACKED", "nowhere")
     with pytest.raises(FileNotFoundError, match="make records-data, or give --data FOLDER"):
         open_images("fashion-mnist", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no trainset.csv .* give --data FOLDER"):
-        open_pairs("e2e", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no data_batch_1 .*: give --data FOLDER"):
+        open_images("cifar10", tmp_path)
 
 
 def test_cifar_is_the_same_from_both_formats(tmp_path):
@@ -118,19 +118,6 @@ def test_digits_are_read(tmp_path, monkeypatch):
     assert images.train.shape == (8, 1, 8, 8)
     assert images.train[0, 0, 2, 0] == 16 * 255 // 16
     assert images.answers.tolist() == [8, 9]
-
-
-def test_pairs_of_texts_are_read(tmp_path):
-    header = 'sentence\tlabel\na "fine film\t1\n'
-    for name in ("train.tsv", "dev.tsv"):
-        (tmp_path / name).write_text(header)
-    assert open_pairs("sst2", tmp_path) == ([('a "fine film', "1")],) * 2
-    for name in ("trainset.csv", "testset_w_refs.csv"):
-        (tmp_path / name).write_text('mr,ref\n"name[A], food[B]","A, a ""B"" place"\n')
-    assert open_pairs("e2e", tmp_path)[1] == [("name[A], food[B]", 'A, a "B" place')]
-    (tmp_path / "dev.tsv").write_text("text\tlabel\n")
-    with pytest.raises(ValueError, match="lacks sentence or label"):
-        open_pairs("sst2", tmp_path)
 
 
 def kernel_of(side: int, width: float, slant: float, theta: float, frequency: float) -> np.ndarray:

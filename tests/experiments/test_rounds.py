@@ -55,7 +55,7 @@ def test_a_failed_cell_says_why_and_is_not_tried_again(error, status, capsys):
     assert Counter(cell["variant"] for cell in cells) == {"lost": 1, "found": 3}
     (found,) = (cell for cell in cells if cell["variant"] == "lost")
     assert found["status"] == status
-    assert found["reason"].startswith(type(error).__name__)
+    assert found["reason"].startswith(f"raised: {type(error).__name__}")
     assert "\n" not in found["reason"]
     assert f"8x16 lost round 1: {status}: {found['reason']}, " in capsys.readouterr().out
 
@@ -82,7 +82,7 @@ def test_the_file_is_read_as_other_results_are(tmp_path, capsys):
     assert (flash.peak_memory_mb, flash.settings) == (7.0, {"model": "tiny"})
     ordinary = beside(list(cells.values()), flash, "variant", "ordinary")
     assert ratio_beside(flash, ordinary).value == pytest.approx(1.5)
-    assert (lost.status, lost.reason) == ("error", "KeyError: 'lost'")
+    assert (lost.status, lost.reason) == ("error", "raised: KeyError: 'lost'")
 
 
 def cell(row: str, variant: str, ms: float, peak: float, number: int = 0) -> dict:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_by_hand.lm.layout import whole
 from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
-from ddp_by_hand.lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of
+from ddp_by_hand.lm.parallel import DATA, TENSOR, materialize, parallelize, plan_of, shard_fully
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.meshes import square
 from tests.support.on_ranks import on_ranks
@@ -67,7 +67,7 @@ def test_tensor_parallel(context: Context, config) -> None:
 
 @on_ranks(2)
 def test_fully_sharded(context: Context) -> None:
-    for wrap, config in (("leaf", ODD), ("block", ODD), ("root", ODD), ("block", TIED)):
+    for wrap, config in (("block", ODD), ("root", ODD), ("block", TIED)):
         network = parallelize(make(config), mesh_of(context, DATA), wrap=wrap)
         assert isinstance(network.head.weight, DTensor)
         beside_one_process(network, config, context.world_size, context.rank)
@@ -85,7 +85,8 @@ def test_both(context: Context, config) -> None:
 @on_ranks(2)
 def test_mixed_precision(context: Context) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    network = parallelize(make().float(), mesh_of(context, DATA), mixed_precision=policy)
+    network = make().float()
+    shard_fully(network, mesh_of(context, DATA), mixed_precision=policy)
     (batch, *_) = batches(1)
     assert network(batch[0]).dtype == torch.bfloat16
     forward_loss(network, batch).backward()
@@ -184,10 +185,8 @@ def test_llama_from_the_meta_device(cpu_ranks, axes):
 def test_what_is_refused(context: Context) -> None:
     with pytest.raises(ValueError, match="axes \\('rows',\\)"):
         parallelize(make(), mesh_of(context, "rows"))
-    with pytest.raises(ValueError, match="choose one of leaf, block, root"):
+    with pytest.raises(ValueError, match="choose one of block, root"):
         parallelize(make(), mesh_of(context, DATA), wrap="layer")
-    with pytest.raises(ValueError, match=r"head\.weight are one parameter"):
-        parallelize(make(TIED), mesh_of(context, DATA), wrap="leaf")
     with pytest.raises(ValueError, match="no tensor-parallel plan is known for Linear"):
         parallelize(nn.Linear(2, 2), mesh_of(context, TENSOR))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_by_hand.lm import runtime
+from ddp_by_hand.lm import programs, runtime
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
 
 
@@ -99,20 +99,20 @@ def test_more_than_there_is_is_refused(machine, monkeypatch, gpus, variables, as
         assert find_hardware().num_processes == 2
 
 
-@pytest.mark.parametrize("missing", runtime.LAUNCH_VARIABLES)
+@pytest.mark.parametrize("missing", programs.LAUNCH_VARIABLES)
 def test_a_launcher_is_recognised_by_all_its_variables(monkeypatch, missing):
     variables = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "LOCAL_RANK": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert runtime.launched()
     assert (runtime.launched_rank(), runtime.launched_world_size()) == (3, 8)
-    assert runtime.is_first_of_host()
+    assert programs.is_first_of_host()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not runtime.is_first_of_host()
+    assert not programs.is_first_of_host()
     monkeypatch.delenv(missing)
     assert not runtime.launched()
     assert (runtime.launched_rank(), runtime.launched_world_size()) == (0, 1)
-    assert runtime.is_first_of_host()
+    assert programs.is_first_of_host()
 
 
 def test_workers_share_the_invocation_of_their_parent(monkeypatch):
@@ -128,10 +128,10 @@ def test_the_command_that_was_typed(monkeypatch):
     def typed() -> str:
         return " ".join(runtime.typed_command("x", ["--y", "1"]))
 
-    for name in (*runtime.LAUNCH_VARIABLES, runtime.LAUNCHED_HERE, "LOCAL_WORLD_SIZE"):
+    for name in (*programs.LAUNCH_VARIABLES, runtime.LAUNCHED_HERE, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert typed() == "python -m x --y 1"
-    for name in runtime.LAUNCH_VARIABLES:
+    for name in programs.LAUNCH_VARIABLES:
         monkeypatch.setenv(name, "8")
     assert typed() == "torchrun --nproc_per_node=8 -m x --y 1"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -17,16 +17,24 @@ from ddp_by_hand.measure.command_line import (
 ROOT = Path(__file__).parents[2]
 
 
-def made(speaks: bool) -> Parser:
-    parser = Parser(prog="program", speaks=lambda: speaks)
+@pytest.fixture(params=[True, False])
+def speaks(request, monkeypatch) -> bool:
+    """Whether this process is the first one of its host, as a launcher says."""
+    environment = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}
+    for name, value in [] if request.param else environment.items():
+        monkeypatch.setenv(name, value)
+    return request.param
+
+
+def made() -> Parser:
+    parser = Parser(prog="program")
     parser.add_argument("--steps", type=int)
     return parser
 
 
-@pytest.mark.parametrize("speaks", [True, False])
 def test_an_error_is_one_line_and_status_2(capsys, speaks):
     with pytest.raises(SystemExit) as stopped:
-        made(speaks).parse_args(["--steps", "x"])
+        made().parse_args(["--steps", "x"])
     error = capsys.readouterr().err
     assert stopped.value.code == 2
     assert error == ("program: argument --steps: invalid int value: 'x'\n" if speaks else "")
@@ -37,13 +45,12 @@ def test_an_error_is_one_line_and_status_2(capsys, speaks):
 )
 def test_an_unknown_option_shows_the_nearest(capsys, word, said):
     with pytest.raises(SystemExit):
-        made(True).parse_args([word])
+        made().parse_args([word])
     assert capsys.readouterr().err == f"program: unrecognized arguments: {word}{said}\n"
 
 
-@pytest.mark.parametrize("speaks", [True, False])
 def test_a_refusal_is_one_line(capsys, speaks):
-    assert refuse("program", ValueError("two\n  lines"), speaks) == 2
+    assert refuse("program", ValueError("two\n  lines")) == 2
     assert capsys.readouterr().err == ("program: two lines\n" if speaks else "")
 
 
@@ -75,9 +82,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, create, 
     assert list(tmp_path.iterdir()) == [tmp_path / "link"]
 
 
-@pytest.mark.parametrize("speaks", [True, False])
 def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
-    @ending_quietly(speaks=lambda: speaks)
+    @ending_quietly
     def main() -> int:
         raise KeyboardInterrupt
 
@@ -87,26 +93,31 @@ def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
 
 @pytest.mark.parametrize("flags", [[], ["-u"]])
 @pytest.mark.parametrize("count", [1, 100_000])
-@pytest.mark.parametrize("work", ["return 0", "return refuse('x', 'wrong')", "raise SystemExit(0)"])
+@pytest.mark.parametrize("work", ["return 0", "raise BadInput('wrong')", "raise SystemExit(0)"])
 def test_output_that_nobody_reads_ends_it_quietly(monkeypatch, flags, count, work):
     """Of one line that is written at the end, and of many that are written on the way."""
-    program = f"""
+    text = f'''
+"""Counts."""
 import sys
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
+from dataclasses import dataclass
+from ddp_by_hand.measure.command_line import BadInput, bad_input
+from ddp_by_hand.measure.options import program
 
-@ending_quietly
-def main():
-    try:
+@dataclass
+class Options:
+    pass
+
+@program("x", Options)
+def main(options):
+    with bad_input():
         for number in range({count}):
             print(number)
-    except OSError as error:
-        return refuse("x", error)
     {work}
 
 sys.exit(main())
-"""
+'''
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    with subprocess.Popen([sys.executable, *flags, "-c", program], text=True, cwd=ROOT,
+    with subprocess.Popen([sys.executable, *flags, "-c", text], text=True, cwd=ROOT,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
         process.stdout.close()
         assert process.wait(60) == 141

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddp_by_hand.bench.options import PROGRAM, Options
+from ddp_by_hand.measure.options import parse_options
 from tests.support.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,10 @@ TINY = [
 PROGRESS = re.compile(r"\d+ of \d+, after [\w ]+: [\w:]+ \(")  # on stderr, without a terminal
 LIMIT_S = 240
 TOKEN = "BENCHMARK_TEST"
+
+
+def parse(arguments: list[str]) -> Options:
+    return parse_options(Options, arguments, prog=PROGRAM)
 
 
 def launch(*arguments: str | Path, prefix=(), launcher=(), **options) -> subprocess.Popen:

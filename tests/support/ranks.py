@@ -32,6 +32,7 @@ from tests.dp_clipping.conftest import (
     private,
     private_loss,
     skip_all_checks,
+    unit_gradients,
 )
 from tests.support import around_blocks, replicas, zoo
 from tests.support.beside import small_buckets
@@ -304,7 +305,7 @@ def step_beside_one_process(context: Context, way: Way) -> None:
     batch = oracle.move(case.batch(size * sum(counts)), dtype=dtype)
     gradients = gradients_alone(name, size * sum(counts), dtype)
     if way.units:
-        gradients = oracle.unit_gradients(gradients, K)
+        gradients = unit_gradients(gradients, K)
     limits = limits_of(gradients, way.clipping)
     network = layout.place(context, case.build().to(context.device, dtype))
     before = list(network.parameters())

@@ -14,9 +14,9 @@ norms of eight layers share a launch, and the time is a layer's; `alone`: in a l
 
 import json
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,16 +30,15 @@ from ddp_by_hand.experiments.kernels.one_layer import (
     predicted_ms,
     sums_of_pieces,
 )
-from ddp_by_hand.experiments.rounds import Recorder
+from ddp_by_hand.experiments.rounds import Recorder, sizes_of
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import ending_quietly
+from ddp_by_hand.measure.command_line import BadInput
 from ddp_by_hand.measure.extras import require
-from ddp_by_hand.measure.options import option, parse_options, requires
+from ddp_by_hand.measure.options import option, program, requires
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.cost_model import Rates, rates_of
 
-PROGRAM = "ddp_by_hand.experiments.kernels"
 LLAMA_1B = [(8192, 2048), (2048, 2048), (512, 2048)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 SHAPES = [
@@ -80,15 +79,7 @@ COLUMNS = [
 ]
 
 
-def shape_of(text: str) -> Shape:
-    """Parses B x T x d x p, written 8x1024x8192x2048."""
-    try:
-        values = [int(part) for part in text.split("x")]
-    except ValueError:
-        values = []
-    if len(values) != 4 or min(values) < 1:
-        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024x8192x2048")
-    return Shape(*values)
+shape_of = partial(sizes_of, kind=Shape, example="8x1024x8192x2048")
 
 
 # fmt: off
@@ -198,9 +189,8 @@ def run_shapes(
         release_memory(device)
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
+@program("ddp_by_hand.experiments.kernels", Options)
+def main(options: Options) -> int:
     if options.redraw or options.crossing:
         require("matplotlib")
     if options.redraw:
@@ -208,8 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         crossing.draw(json.loads(source.read_text()), target)
         return 0
     if not torch.cuda.is_available():
-        print(f"{PROGRAM}: needs a CUDA device", file=sys.stderr)
-        return 2
+        raise BadInput("needs a CUDA device")
     (run_crossing if options.crossing else run_table)(options, torch.device("cuda"))
     return 0
 

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_by_hand.experiments.llama_fsdp.cell import work, write_result
-from ddp_by_hand.experiments.llama_fsdp.network import without_token
-from ddp_by_hand.experiments.llama_fsdp.options import PROGRAM, Options, output_of, parse
+from ddp_by_hand.experiments.llama_fsdp.options import DESCRIPTION, EXAMPLES, PROGRAM, Options
 from ddp_by_hand.experiments.llama_fsdp.plan import describe_plan, run_of, say_reference_modes
 from ddp_by_hand.experiments.llama_fsdp.results import (
     GridCell,
@@ -18,64 +16,51 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
     summarize_run,
 )
 from ddp_by_hand.experiments.llama_fsdp.run import Run, Start, check_model, from_first
-from ddp_by_hand.lm.launch import INTERRUPTED
-from ddp_by_hand.lm.runtime import (
-    find_hardware,
-    is_first_of_host,
-    launched,
-    launched_rank,
-    launched_world_size,
-)
+from ddp_by_hand.lm.runtime import find_hardware, launched, launched_rank
 from ddp_by_hand.measure import OK, summarize, write_atomically
-from ddp_by_hand.measure.command_line import check_file, ending_quietly, is_alone, refuse
+from ddp_by_hand.measure.command_line import bad_input, check_file
+from ddp_by_hand.measure.options import program
 from ddp_by_hand.measure.report import say_report
 
+NEEDS = ("transformers", "matplotlib", "jinja2")
 
-@ending_quietly(speaks=is_alone)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the grid. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
-    options = parse(arguments)
-    try:
+
+@program(PROGRAM, Options, description=DESCRIPTION, epilog=EXAMPLES, needs=NEEDS)
+def main(options: Options) -> int:
+    """Runs the grid. Returns 1 if a cell failed."""
+    with bad_input():
         if options.redraw:
             return redraw(options.redraw) if launched_rank() == 0 else 0
-        hardware = find_hardware(options.device, options.num_processes)
-        world_size = launched_world_size() if launched() else hardware.num_processes
-        run = run_of(options, hardware, world_size)
+        run = run_of(options, find_hardware(options.device, options.num_processes))
         if options.mode and launched():  # a rank of a cell: its launcher has checked the rest
             (cell,) = run.cells
-            return work(cell, run.settings, hardware, output_of(options, cell))
+            return work(cell, run.settings, run.hardware, output_of(run, cell))
         if launched_rank() == 0 and options.output:
             check_file("--output", options.output)
         elif launched_rank() == 0:
             run.check(run.differs)
         check_model(options.model_name, weights=not options.dry_run)
-    except (ValueError, OSError) as error:
-        return refuse(PROGRAM, without_token(str(error)), speaks=is_first_of_host())
     if options.dry_run:
         if launched_rank() == 0:
-            print(describe_plan(options, run))
+            print(describe_plan(run))
         return 0
-    try:
-        do = run_one if options.mode else run_grid
-        return from_first(lambda start: do(options, run, start), hardware)
-    except KeyboardInterrupt:
-        folder = options.output or run.folder
-        print(f"interrupted: what is finished is in {folder}; the same command with "
-              f"--output-dir {run.folder} resumes", file=sys.stderr)  # fmt: skip
-        return INTERRUPTED
+    return from_first(run_one if options.mode else run_grid, run)
 
 
-def run_one(options: Options, run: Run, start: Start) -> int:
+def output_of(run: Run, cell: GridCell) -> Path:
+    return run.options.output or run.folder / cell.file
+
+
+def run_one(run: Run, start: Start) -> int:
     (cell,) = run.cells
     if reference := say_reference_modes([cell.mode], run.hardware.device_type):
         print(reference, flush=True)
-    output = output_of(options, cell)
-    result = run.measure(cell, start, output)
-    print(f"{describe(cell, result)}; {output}")
+    result = run.measure(cell, start, output_of(run, cell))
+    print(f"{describe(cell, result)}; {output_of(run, cell)}")
     return int(result["status"] != OK)
 
 
-def run_grid(options: Options, run: Run, start: Start) -> int:
+def run_grid(run: Run, start: Start) -> int:
     """Runs every unfinished cell, then writes pictures and summary. Returns 1 if a cell failed."""
     if references := say_reference_modes((c.mode for c in run.todo), run.hardware.device_type):
         print(references, flush=True)

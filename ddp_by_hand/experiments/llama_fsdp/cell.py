@@ -96,7 +96,7 @@ def work(
             )  # fmt: skip
             write_result(output, result)
 
-    with watched_rank(hardware, settings.timeout_s, record) as (worker, watch), hidden_token():
+    with watched_rank(hardware, settings.timeout, record) as (worker, watch), hidden_token():
         result = measure(cell, settings, hardware, worker, watch)
         if worker.is_first:
             write_result(output, result)

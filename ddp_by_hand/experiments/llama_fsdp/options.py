@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, TOKEN, without_token
-from ddp_by_hand.experiments.llama_fsdp.results import MODES, GridCell, GridSettings
-from ddp_by_hand.lm.runtime import invocation, is_first_of_host, typed_command
-from ddp_by_hand.measure.options import (
-    as_arguments,
-    flag,
-    not_negative,
-    option,
-    parse_options,
-    positive,
-    shared_values,
-)
+from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, TOKEN
+from ddp_by_hand.experiments.llama_fsdp.results import MODES, GridCell
+from ddp_by_hand.lm.runtime import invocation
+from ddp_by_hand.measure.options import flag, not_negative, option, positive
 from dp_clipping.arguments.checks import CLIPPINGS
 
 PROGRAM = "ddp_by_hand.experiments.llama_fsdp"
-Parsed = TypeVar("Parsed")
 LENGTHS = (1024, 2048, 4096)
 OF_A_GRID = ("modes", "seq_lengths", "rounds")
 DESCRIPTION = """\
@@ -60,8 +48,6 @@ examples:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """Command-line options; `typed` is the command."""
-
     modes: tuple[str, ...] | None = option(None, group="what to measure", choices=tuple(MODES),
         metavar="MODE", help=(
         f"what is measured: any of {', '.join(MODES)} (default: all); ratios need no_dp. "
@@ -126,7 +112,6 @@ class Options:
         "in the results as `profile`, not covered by epsilon, and steps take a little longer "
         "(default: off)"))
     round: int = option(0, SUPPRESS, check=not_negative)
-    typed: tuple[str, ...] = ()
 # fmt: on
 
     def __post_init__(self) -> None:
@@ -142,46 +127,13 @@ class Options:
             if self.mode and getattr(self, name) is not None:
                 raise ValueError(f"--mode is for one cell: leave {flag(name)} out, or --mode")
 
-
-def parse(arguments: Sequence[str] | None) -> Options:
-    return parse_typed(Options, arguments, PROGRAM, DESCRIPTION, EXAMPLES)
-
-
-def parse_typed(
-    kind: type[Parsed], arguments: Sequence[str] | None, program: str, *texts: str
-) -> Parsed:
-    """Parses the command line of a program of several ranks, and fills in its `typed`.
-
-    A mistake ends it with one line and status 2. `texts`: description, and examples.
-    """
-    description, examples = texts
-    options = parse_options(
-        kind, arguments, prog=program, description=description, epilog=examples,
-        speaks=is_first_of_host, needs=("transformers", "matplotlib", "jinja2"),
-    )  # fmt: skip
-    words = [without_token(w) for w in (sys.argv[1:] if arguments is None else arguments)]
-    return replace(options, typed=tuple(typed_command(program, words)))
-
-
-def settings_of(options: Options) -> GridSettings:
-    return shared_values(options, GridSettings, timeout_s=options.timeout)
-
-
-def cell_arguments(cell: GridCell, options: Options, output: Path) -> list[str]:
-    """Returns the arguments of one cell's command. The access token stays in the environment."""
-    none = dict.fromkeys((*OF_A_GRID, "output_dir", "num_processes"))
-    one = {"mode": cell.mode, "seq_length": cell.seq_length, "round": cell.round}
-    return as_arguments(replace(options, output=output, **one, **none))
-
-
-def folder_of(options: Options) -> Path:
-    return options.output_dir or new_folder("run")
+    def for_cell(self, cell: GridCell, output: Path) -> Options:
+        """Returns the options of one cell's command. The access token stays in the environment."""
+        none = dict.fromkeys((*OF_A_GRID, "output_dir", "num_processes"))
+        one = {"mode": cell.mode, "seq_length": cell.seq_length, "round": cell.round}
+        return replace(self, output=output, **one, **none)
 
 
 def new_folder(name: str) -> Path:
     """Returns the folder of this call's results: the name, and when the call began."""
     return Path("results") / f"{name}_{invocation()[: len('YYYYMMDD_HHMMSS')]}"
-
-
-def output_of(options: Options, cell: GridCell) -> Path:
-    return options.output or folder_of(options) / cell.file

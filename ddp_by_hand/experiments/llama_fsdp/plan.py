@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from ddp_by_hand.experiments.llama_fsdp.network import config_of, on_meta
-from ddp_by_hand.experiments.llama_fsdp.options import (
-    LENGTHS,
-    PROGRAM,
-    Options,
-    cell_arguments,
-    folder_of,
-    settings_of,
-)
-from ddp_by_hand.experiments.llama_fsdp.results import GIB, MODES, GridCell, ran_as
+from ddp_by_hand.experiments.llama_fsdp.options import LENGTHS, PROGRAM, Options, new_folder
+from ddp_by_hand.experiments.llama_fsdp.results import GIB, MODES, GridCell, GridSettings, ran_as
 from ddp_by_hand.experiments.llama_fsdp.run import Run
 from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.measure import plan_rounds
+from ddp_by_hand.measure.options import shared_values
 from ddp_by_hand.measure.words import counted
 
 
@@ -33,14 +26,9 @@ def plan(options: Options) -> list[GridCell]:
     ]
 
 
-def run_of(options: Options, hardware: Hardware, world_size: int) -> Run:
-    return Run(
-        plan(options), settings_of(options), folder_of(options), hardware, world_size,
-        lambda cell, output: [
-            sys.executable, "-m", PROGRAM, *cell_arguments(cell, options, output)
-        ],
-        options.typed,
-    )  # fmt: skip
+def run_of(options: Options, hardware: Hardware) -> Run:
+    settings, folder = shared_values(options, GridSettings), options.output_dir or new_folder("run")
+    return Run(PROGRAM, options, plan(options), settings, folder, hardware)
 
 
 def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
@@ -54,9 +42,9 @@ def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
     )
 
 
-def describe_plan(options: Options, run: Run) -> str:
+def describe_plan(run: Run) -> str:
     """Describes what would run, for `--dry-run`."""
-    hardware, world_size = run.hardware, run.world_size
+    options, hardware, world_size = run.options, run.hardware, run.world_size
     network = on_meta(config_of(options.model_name), options.train_embedding)
     count = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)

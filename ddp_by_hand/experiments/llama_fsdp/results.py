@@ -41,7 +41,7 @@ class GridSettings:
     clipping: str = "flat"
     train_embedding: bool = False
     seed: int = 0
-    timeout_s: float = 600.0
+    timeout: float = 600.0
     enable_profiling: bool = False
     norm_algorithm: str = "auto"
 
@@ -79,7 +79,7 @@ class GridCell:
 def recorded(settings: GridSettings) -> dict:
     """Returns the settings that a result records: no timeout, RARE ones only if not the default."""
     found = asdict(settings)
-    del found["timeout_s"]
+    del found["timeout"]
     return {n: value for n, value in found.items() if n not in RARE or value != RARE[n]}
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddp_by_hand.experiments.llama_fsdp.cell import write_result
-from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, config_of, files_of
+from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, config_of, files_of, without_token
 from ddp_by_hand.experiments.llama_fsdp.results import (
     GridCell,
     GridSettings,
@@ -25,16 +26,18 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
     single_result,
 )
 from ddp_by_hand.lm.launch import INTERRUPTED, Outcome, run_my_rank, run_ranks
+from ddp_by_hand.lm.programs import is_first_of_host
 from ddp_by_hand.lm.runtime import (
     Hardware,
     connect_store,
-    is_first_of_host,
     launched,
     launched_rank,
     launched_world_size,
+    typed_command,
 )
 from ddp_by_hand.measure import OK, Progress, Results
 from ddp_by_hand.measure.command_line import check_folder
+from ddp_by_hand.measure.options import as_arguments
 from ddp_by_hand.measure.words import counted
 
 A_DAY = timedelta(days=1)
@@ -46,18 +49,21 @@ class Run:
     """The cells of one call of a program.
 
     Attributes:
+        options: the program's, as they were given; `for_cell` makes those that measure a cell and
+            write its result to a file.
         folder: receives `results.jsonl`.
-        command: returns the command that measures a cell and writes its result to a file.
-        typed: the command that was typed.
     """
 
+    program: str
+    options: Any
     cells: Sequence[GridCell]
     settings: GridSettings
     folder: Path
     hardware: Hardware
-    world_size: int
-    command: Callable[[GridCell, Path], list[str]]
-    typed: Sequence[str] = ()
+
+    @property
+    def world_size(self) -> int:
+        return launched_world_size() if launched() else self.hardware.num_processes
 
     @cached_property
     def keys(self) -> dict[GridCell, str]:
@@ -104,7 +110,8 @@ class Run:
         """Runs a cell in processes of its own; returns what is in `output`, or the failure."""
         output.parent.mkdir(parents=True, exist_ok=True)
         output.unlink(missing_ok=True)
-        outcome = start(self.command(cell, output))
+        words = as_arguments(self.options.for_cell(cell, output))
+        outcome = start([sys.executable, "-m", self.program, *words])
         if outcome.status == INTERRUPTED:
             raise KeyboardInterrupt
         if not output.exists():  # the rank that writes it was killed
@@ -130,6 +137,8 @@ class Run:
             recorded: called with a cell that was measured, and all rows of the folder.
         """
         results, todo = Results(self.folder), self.todo
+        words = [without_token(word) for word in as_arguments(self.options)]
+        command = typed_command(self.program, words)
         if finished := self.say_finished():
             print(finished, flush=True)
         temporary, given_up = self.folder / ".cell.json", set()
@@ -140,7 +149,7 @@ class Run:
                     continue
                 result = self.measure(cell, start, temporary)
                 temporary.unlink()
-                results.record({"key": self.keys[cell], **result, "command": self.typed})
+                results.record({"key": self.keys[cell], **result, "command": command})
                 if result["status"] != OK:
                     given_up.add(cell.place)
                 recorded(cell, results.rows())
@@ -163,14 +172,25 @@ def check_model(name: str, weights: bool = True) -> None:
             files_of(name)
 
 
-def from_first(run: Callable[[Start], int], hardware: Hardware) -> int:
-    """Calls `run` in the first process, with what starts a cell's command on all ranks.
+def from_first(do: Callable[[Run, Start], int], run: Run) -> int:
+    """Calls `do` in the first process, with what starts a cell's command on all ranks.
 
-    torchrun's processes stay; each starts its own rank of every cell, as the first one says.
+    torchrun's processes stay; each starts its own rank of every cell, as the first one says. After
+    Ctrl-C it says how to go on.
     """
+    try:
+        return _from_first(do, run)
+    except KeyboardInterrupt:
+        print(f"interrupted: what is finished is in {run.folder}; the same command with "
+              f"--output-dir {run.folder} resumes", file=sys.stderr)  # fmt: skip
+        return INTERRUPTED
+
+
+def _from_first(do: Callable[[Run, Start], int], run: Run) -> int:
+    hardware = run.hardware
     if not launched():
         print(hardware.sentence, flush=True)
-        return run(lambda command: run_ranks(command, hardware.num_processes))
+        return do(run, lambda command: run_ranks(command, hardware.num_processes))
     rank, world_size = launched_rank(), launched_world_size()
     store = connect_store(A_DAY, host_it=rank == 0)
     if rank > 0:
@@ -185,7 +205,7 @@ def from_first(run: Callable[[Start], int], hardware: Hardware) -> int:
         return _run_with_others(store, started, cell_command, world_size)
 
     try:
-        return run(start)
+        return do(run, start)
     finally:
         store.set(f"cell_{started + 1}", json.dumps(None))
         if world_size > 1:

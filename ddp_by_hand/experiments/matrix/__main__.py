@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,12 +25,10 @@ import torch
 
 from ddp_by_hand.experiments.matrix import adapters, images, page, senses, text
 from ddp_by_hand.experiments.matrix.trial import FAILED, Outcome, Row, try_row
-from ddp_by_hand.lm.programs import program_name
-from ddp_by_hand.measure.command_line import check_file, ending_quietly
+from ddp_by_hand.measure.command_line import check_file
 from ddp_by_hand.measure.environment import environment
-from ddp_by_hand.measure.options import option, parse_options
+from ddp_by_hand.measure.options import option, program
 
-PROGRAM = "ddp_by_hand.experiments.matrix"
 FAMILIES: dict[str, Callable[[], Iterable[Row]]] = {
     "transformers": lambda: chain(text.rows(), senses.rows()),
     "peft": adapters.rows,
@@ -101,12 +99,9 @@ def measured(family: str) -> str:
     return f"({versions}, {environment()['date'][:10]}.)"
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Tries the rows. Returns 0, 1 (a row failed), 2 (bad input) or 130 (Ctrl-C)."""
-    options = parse_options(
-        Options, arguments, prog=program_name(PROGRAM), description=__doc__, epilog=EXAMPLES,
-    )  # fmt: skip
+@program("ddp_by_hand.experiments.matrix", Options, epilog=EXAMPLES)
+def main(options: Options) -> int:
+    """Tries the rows. Returns 0, 1 (a row failed) or 2 (no row is of these names)."""
     torch.set_num_threads(1)  # the networks are tiny
     warnings.simplefilter("ignore")
     outcomes = run(options)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ddp_by_hand.experiments.networks.training import failure_of
+from ddp_by_hand.experiments.rounds import failure_of
 from dp_clipping import PrivacyEngine
 
 SAMPLES, BATCH, STEPS = 6, 3, 2

@@ -18,7 +18,6 @@ and AdamW. Inputs are copied from pinned memory. The peak of memory is that of t
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from ddp_by_hand.experiments.networks.bounds import LEGEND, bounds_of, describe_bounds
 from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from ddp_by_hand.experiments.networks.rows import ROWS
-from ddp_by_hand.experiments.networks.training import failure_of, training_of
+from ddp_by_hand.experiments.networks.training import training_of
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
     FUSED_STEP,
@@ -41,8 +40,7 @@ from ddp_by_hand.experiments.rounds import (
 )
 from ddp_by_hand.lm.timing import time_steps
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.command_line import ending_quietly
-from ddp_by_hand.measure.options import option, parse_options
+from ddp_by_hand.measure.options import option, program
 from dp_clipping import MODES
 
 PROGRAM = "ddp_by_hand.experiments.networks"
@@ -111,14 +109,12 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
     return run_rounds(
         interleave(rows, options.variants, options.rounds),
         lambda cell: measure(cell, options, device), config, device, options.output,
-        failure=failure_of,
     )  # fmt: skip
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
+@program(PROGRAM, Options)
+def main(options: Options) -> int:
     """Measures all networks. Returns 0, or 1 if a network failed without privacy."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = run_all(options, device)
     print(report(cells, describe_bounds), "", LEGEND, sep="\n")

@@ -33,14 +33,13 @@ import torch
 from ddp_by_hand.experiments.networks import floors as of
 from ddp_by_hand.experiments.networks.bounds import kernels_of
 from ddp_by_hand.experiments.networks.rows import ROWS, NetworkRow
-from ddp_by_hand.experiments.networks.training import NetworkTraining, failure_of, training_of
-from ddp_by_hand.experiments.rounds import BASELINE, Recorder
+from ddp_by_hand.experiments.networks.training import NetworkTraining, training_of
+from ddp_by_hand.experiments.rounds import BASELINE, Recorder, failure_of
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, Column, describe_failure, format_table
-from ddp_by_hand.measure.command_line import check_file, ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.command_line import BadInput, check_file
+from ddp_by_hand.measure.options import option, positive, program
 
-PROGRAM = "ddp_by_hand.experiments.networks.account"
 PRIVATE = "flash_bookkeeping"
 WARM_UP = 4  # steps before those that are profiled
 LEAST_MS = 0.1  # of a kernel's extra that is named, and of a gap that is in a document,
@@ -233,21 +232,21 @@ def document(results: Mapping[str, Any]) -> str:
     return f"Ceilings: {ceilings}.\n\n{format_table(IN_DOCUMENT, rows, markdown=True)}"
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
+@program("ddp_by_hand.experiments.networks.account", Options)
+def main(options: Options) -> int:
     """Measures all networks, or prints an earlier run. Returns 1 if a network failed."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
     if options.markdown:
         try:
             print(document(json.loads(options.markdown.read_text())))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return refuse(PROGRAM, f"--markdown {options.markdown}: no results of this: {error!r}")
+            what = f"--markdown {options.markdown}: no results of this: {error!r}"
+            raise BadInput(what) from error
         return 0
     if not torch.cuda.is_available():
-        return refuse(
-            PROGRAM, "there is no GPU, whose kernels this profiles: run it on one, or print an "
-            "earlier run's table with --markdown",
-        )  # fmt: skip
+        raise BadInput(
+            "there is no GPU, whose kernels this profiles: run it on one, or print an earlier "
+            "run's table with --markdown"
+        )
     cells = run_all(options, torch.device("cuda"))
     return int(any(cell["status"] != OK for cell in cells))
 

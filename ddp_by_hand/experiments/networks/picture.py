@@ -9,7 +9,7 @@ same networks on the same machine. The same is printed as a table for a document
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from typing import Any
 from ddp_by_hand.experiments.networks.__main__ import OPACUS
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.rounds import BASELINE
-from ddp_by_hand.measure.command_line import check_file, ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options
+from ddp_by_hand.measure.command_line import bad_input, check_file
+from ddp_by_hand.measure.options import option, program
 from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
 from ddp_by_hand.measure.runs import STEP, Cell, Round, read_cells
 from ddp_by_hand.measure.table import format_table
 
-PROGRAM = "ddp_by_hand.experiments.networks.picture"
 OURS = "flash_bookkeeping"
 TITLE = "How much longer a private step takes than an ordinary one"
 GREEN, ORANGE, RED = "#2A7F4F", "#E08A1E", "#B5382A"
@@ -157,16 +156,13 @@ def document(eager: Cells, graphs: Cells) -> str:
     return format_table(list(table[0]), table, markdown=True)
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and writes the picture. Returns 0, or 2 without such results."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
-    try:
+@program("ddp_by_hand.experiments.networks.picture", Options)
+def main(options: Options) -> int:
+    """Prints the table and writes the picture."""
+    with bad_input():
         eager, graphs = cells_in(options.eager), cells_in(options.graphs)
         if not any((row, BASELINE) in eager for row in ROWS):
             raise ValueError(f"{options.eager}: no steps of these networks")
-    except ValueError as error:
-        return refuse(PROGRAM, error)
     print(document(eager, graphs))
     draw(options.picture, eager, graphs)
     return 0

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
-import traceback
 import warnings
-from pathlib import Path
 from typing import Any
 
-import opacus
 import torch
 from torch import Tensor
 
-import dp_clipping
 from ddp_by_hand.experiments.networks.rows import NetworkRow, Task
 from ddp_by_hand.experiments.training import OPACUS, ClassifierTraining
-from ddp_by_hand.lm.watch import describe, status_of
-
-_ENGINES = tuple(str(Path(package.__file__).parent) for package in (dp_clipping, opacus))
 
 
 class NetworkTraining(ClassifierTraining):
@@ -56,15 +48,3 @@ def training_of(
     if compiled:
         task.network.compile()
     return training, (task.inputs, task.targets)
-
-
-def failure_of(error: Exception) -> dict[str, str]:
-    """Returns the status of a cell and its reason: what an engine refused, or what was raised.
-
-    An engine refuses by a `raise` of its own; anything else is a crash below or inside it.
-    """
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    line = linecache.getline(last.filename, last.lineno or 0).strip()
-    is_refusal = last.filename.startswith(_ENGINES) and line.startswith("raise")
-    verb = "refused" if is_refusal else "raised"
-    return {"status": status_of(error), "reason": f"{verb}: {describe(error)}"}

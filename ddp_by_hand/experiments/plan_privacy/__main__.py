@@ -13,7 +13,6 @@ docs/planning.md says how far each law carries.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_by_hand.examples.private_text import cut_sequences
@@ -24,32 +23,23 @@ from ddp_by_hand.experiments.plan_privacy.options import (
     PUBLISHED,
     Options,
     Throughput,
-    parse,
 )
 from ddp_by_hand.experiments.plan_privacy.picture import draw_plan
 from ddp_by_hand.experiments.plan_privacy.plan import Budget, Candidate, Planner, sizes_of
 from ddp_by_hand.experiments.plan_privacy.published import published_law
 from ddp_by_hand.experiments.plan_privacy.runs import CONTEXT
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import (
-    check_file,
-    check_folder,
-    ending_quietly,
-    is_alone,
-    refuse,
-)
+from ddp_by_hand.measure.command_line import bad_input, check_file, check_folder
+from ddp_by_hand.measure.options import program
 
 HOUR = 3600
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments, __doc__)
-    try:
-        check_file("--output", options.output)
-        return plan(options) if options.calibrate is None else check(options, options.calibrate)
-    except (ValueError, OSError) as error:
-        return refuse(PROGRAM, error, speaks=is_alone())
+@program(PROGRAM, Options, needs=["matplotlib"])
+@bad_input()
+def main(options: Options) -> int:
+    check_file("--output", options.output)
+    return plan(options) if options.calibrate is None else check(options, options.calibrate)
 
 
 def plan(options: Options) -> int:

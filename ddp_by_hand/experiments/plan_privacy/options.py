@@ -1,13 +1,12 @@
 """The command line of `experiments.plan_privacy`, and the throughput that it names."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.options import option, parse_options, positive, requires
+from ddp_by_hand.measure.options import option, positive, requires
 from ddp_by_hand.measure.results import newest_rows
 
 PROGRAM = "ddp_by_hand.experiments.plan_privacy"
@@ -150,10 +149,4 @@ def throughput_of(folder: Path) -> Throughput:
         6 * size * rate,
         f"{rate:,.0f} tokens/s per GPU with {size:,} parameters: {row['mode']}, "
         f"{row['seq_length']} tokens, {folder}",
-    )
-
-
-def parse(arguments: Sequence[str] | None, description: str | None) -> Options:
-    return parse_options(
-        Options, arguments, prog=PROGRAM, description=description, needs=["matplotlib"]
     )

@@ -15,7 +15,7 @@ AdamW. With --compile every variant's decoder layers are compiled, also those wi
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,11 +37,9 @@ from ddp_by_hand.experiments.rounds import (
 )
 from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.timing import time_steps
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import MODES
 
-PROGRAM = "ddp_by_hand.experiments.price"
 VARIANTS = (BASELINE, "flash_bookkeeping", "flash", "bookkeeping", "opacus_ghost")
 CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), "opacus_ghost")
 CHOICES += ("flash_bookkeeping" + FUSED_STEP,)
@@ -61,14 +59,6 @@ class Options(RoundOptions):
     compile: bool = option(False, "compile each decoder layer, in all variants")
     profile: bool = option(False, "print the slowest kernels")
 # fmt: on
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
-    """Parses options; rows and layers default to the model's."""
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
-    model = MODELS[options.model]
-    rows = options.rows or tuple(Row(*row) for row in model.rows)
-    return replace(options, rows=rows, layers=options.layers or model.layers)
 
 
 def training_of(variant: str, samples: int, options: Options, device: torch.device):
@@ -107,18 +97,15 @@ def slowest(kernels: Mapping[str, tuple[float, float]], count: int = 30) -> list
     return [f"{total:8.2f} ms in all", *lines]
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures all cells. Returns 0, 1 (a cell failed), 2 (bad input) or 130 (Ctrl-C)."""
-    options = parse(arguments)
-    try:
-        device = device_for(options.model)
-    except ValueError as error:
-        return refuse(PROGRAM, error)
+@program("ddp_by_hand.experiments.price", Options)
+def main(options: Options) -> int:
+    """Measures all cells. Returns 1 if one failed."""
+    device, model = device_for(options.model), MODELS[options.model]
+    options = replace(options, layers=options.layers or model.layers)
     config = {"model": options.model, "layers": options.layers, "compiled": options.compile}
     return run_program(
-        options, options.rows, options.variants, lambda cell: measure(cell, options, device),
-        config, device,
+        options, options.rows or model.rows, options.variants,
+        lambda cell: measure(cell, options, device), config, device,
     )  # fmt: skip
 
 

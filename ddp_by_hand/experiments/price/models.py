@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp_by_hand.experiments.attention import register_attention
 from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, SHAPES, LlamaShape
+from ddp_by_hand.experiments.rounds import Row
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,12 @@ class Model:
 
     Attributes:
         layers: default number of decoder layers.
-        rows: (samples, tokens) of the batches that it is measured with.
+        rows: the batches that it is measured with.
     """
 
     shape: LlamaShape
     layers: int
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[Row, ...]
 
     def build(self, layers: int, device: torch.device) -> nn.Module:
         from transformers import LlamaForSequenceClassification
@@ -43,13 +44,13 @@ class Model:
 MODELS = {
     "llama-3.2-1b": Model(
         SHAPES["llama-3.2-1b"], layers=16,
-        rows=((16, 512), (8, 1024), (4, 2048), (4, 4096), (2, 8192)),
+        rows=(Row(16, 512), Row(8, 1024), Row(4, 2048), Row(4, 4096), Row(2, 8192)),
     ),
     "llama-3.1-8b-block": Model(
         SHAPES["llama-3.1-8b"], layers=4,
-        rows=((8, 512), (4, 1024), (2, 2048), (2, 4096), (1, 8192)),
+        rows=(Row(8, 512), Row(4, 1024), Row(2, 2048), Row(2, 4096), Row(1, 8192)),
     ),
-    "tiny": Model(SHAPES["tiny"], SHAPES["tiny"].layers, rows=((4, 32),)),
+    "tiny": Model(SHAPES["tiny"], SHAPES["tiny"].layers, rows=(Row(4, 32),)),
 }  # fmt: skip
 
 

@@ -12,17 +12,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from ddp_by_hand.experiments.llama_fsdp.network import without_token
-from ddp_by_hand.experiments.llama_fsdp.results import MODES, GridCell
+from ddp_by_hand.experiments.llama_fsdp.options import new_folder
+from ddp_by_hand.experiments.llama_fsdp.results import MODES, GridCell, GridSettings
 from ddp_by_hand.experiments.llama_fsdp.run import Run, Start, check_model, from_first
 from ddp_by_hand.experiments.profile_bottlenecks.options import (
+    DESCRIPTION,
+    EXAMPLES,
+    ON_CPU,
+    ON_GPU,
     PROGRAM,
     Options,
-    cell_command,
-    complete,
-    mode_of,
-    parse,
-    settings_of,
 )
 from ddp_by_hand.experiments.profile_bottlenecks.verdict import (
     PHASES,
@@ -35,17 +34,10 @@ from ddp_by_hand.experiments.profile_bottlenecks.verdict import (
     measured,
     overhead,
 )
-from ddp_by_hand.lm.launch import INTERRUPTED
-from ddp_by_hand.lm.runtime import (
-    Hardware,
-    find_hardware,
-    is_first_of_host,
-    launched,
-    launched_rank,
-    launched_world_size,
-)
+from ddp_by_hand.lm.runtime import Hardware, find_hardware, launched, launched_rank
 from ddp_by_hand.measure import OK, OOM, Column, format_table, write_atomically
-from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import program, shared_values
 from ddp_by_hand.measure.report import say_report
 from ddp_by_hand.measure.report_phases import phase_tables
 from ddp_by_hand.measure.report_tables import wide_table
@@ -53,38 +45,32 @@ from ddp_by_hand.measure.runs import cells_of
 
 LAYERS_SHOWN = 5
 MIB_OF_GIB = 1024
+NEEDS = ("transformers", "matplotlib", "jinja2")
 
 
-@ending_quietly(speaks=is_alone)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the sweep. Returns 0, 1 (a length failed, not by lack of memory) or 2 (bad input)."""
-    options = parse(arguments)
-    try:
+@program(PROGRAM, Options, description=DESCRIPTION, epilog=EXAMPLES, needs=NEEDS)
+def main(options: Options) -> int:
+    """Runs the sweep. Returns 1 if a length failed, not by lack of memory."""
+    with bad_input():
         hardware = find_hardware("cpu" if options.cpu else "auto", options.num_processes)
-        options = complete(options, hardware)
+        run = run_of(options, hardware)
         if options.length and launched():
-            return one_rank(options, hardware)
-        size = launched_world_size() if launched() else hardware.num_processes
-        run = run_of(options, hardware, size)
+            return one_rank(run)
         if launched_rank() == 0:
             run.check(lambda row: _another(row, run))
-        check_model(options.model_name)
-    except (ValueError, OSError) as error:
-        return refuse(PROGRAM, without_token(str(error)), speaks=is_first_of_host())
-    try:
-        return from_first(lambda start: sweep(options, run, start), hardware)
-    except KeyboardInterrupt:
-        print(f"interrupted: the same command with --output-dir {options.output_dir} resumes",
-              file=sys.stderr)  # fmt: skip
-        return INTERRUPTED
+        check_model(run.settings.model_name)
+    return from_first(sweep, run)
 
 
-def run_of(options: Options, hardware: Hardware, world_size: int) -> Run:
-    return Run(
-        [GridCell(mode_of(options), length) for length in options.seq_lengths],
-        settings_of(options), options.output_dir, hardware, world_size,
-        lambda cell, output: cell_command(options, cell.seq_length, output), options.typed,
-    )  # fmt: skip
+def run_of(options: Options, hardware: Hardware) -> Run:
+    """Fills in the defaults that depend on the machine."""
+    on_gpu = hardware.device_type == "cuda"
+    name = options.model_name or ("llama-3.2-1b" if on_gpu else "tiny")
+    settings = shared_values(options, GridSettings, model_name=name, enable_profiling=True)
+    lengths = [options.length] if options.length else options.seq_lengths
+    cells = [GridCell(options.mode, n) for n in sorted(lengths or (ON_GPU if on_gpu else ON_CPU))]
+    folder = options.output_dir or new_folder("bottlenecks")
+    return Run(PROGRAM, options, cells, settings, folder, hardware)
 
 
 def _another(row: dict, run: Run) -> str:
@@ -95,28 +81,28 @@ def _another(row: dict, run: Run) -> str:
     return run.differs(row)
 
 
-def one_rank(options: Options, hardware: Hardware) -> int:
+def one_rank(run: Run) -> int:
     from ddp_by_hand.experiments.llama_fsdp.cell import work
     from ddp_by_hand.experiments.profile_bottlenecks.cell import measure
 
-    cell = GridCell(mode_of(options), options.length)
-    return work(cell, settings_of(options), hardware, options.output, measure)
+    (cell,) = run.cells
+    return work(cell, run.settings, run.hardware, run.options.output, measure)
 
 
-def sweep(options: Options, run: Run, start: Start) -> int:
+def sweep(run: Run, start: Start) -> int:
     """Runs every unfinished length, then writes picture and verdict. Returns the exit status."""
     rows = run.measure_all(start, lambda cell, row: describe(row))
-    report(rows, options)
+    report(rows, run)
     return int(any(row["status"] not in (OK, OOM) for row in rows) or not measured(rows))
 
 
-def report(rows: Sequence[dict], options: Options) -> None:
+def report(rows: Sequence[dict], run: Run) -> None:
     """Writes summary, verdict, picture and report, then prints them.
 
     Files come first, because output may have no reader.
     """
-    folder = options.output_dir
-    limit = options.memory_limit_gb and options.memory_limit_gb * MIB_OF_GIB
+    folder, limit_gb = run.folder, run.options.memory_limit_gb
+    limit = limit_gb and limit_gb * MIB_OF_GIB
     text = summarize(rows, limit)
     write_atomically(folder / "summary.txt", text + "\n")
     if measured(rows):

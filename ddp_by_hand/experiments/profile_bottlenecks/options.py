@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import SUPPRESS
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_by_hand.experiments.llama_fsdp.network import SHAPES
-from ddp_by_hand.experiments.llama_fsdp.options import new_folder, parse_typed
-from ddp_by_hand.experiments.llama_fsdp.results import GridSettings
-from ddp_by_hand.lm.runtime import Hardware
-from ddp_by_hand.measure.options import as_arguments, not_negative, option, positive, shared_values
+from ddp_by_hand.experiments.llama_fsdp.results import GridCell
+from ddp_by_hand.measure.options import not_negative, option, positive
 from dp_clipping.arguments.checks import CLIPPINGS
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 
@@ -47,8 +43,6 @@ examples:
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    """Command-line options; `typed` is the command."""
-
     seq_lengths: tuple[int, ...] | None = option(None, metavar="T", check=positive, help=(
         "tokens per sample: each is measured, and growths are fitted to three or more (default: "
         f"{' '.join(map(str, ON_GPU))}; without a GPU {' '.join(map(str, ON_CPU))})"))
@@ -87,7 +81,6 @@ class Options:
         help="seconds without progress after which a length is given up")
     length: int | None = option(None, SUPPRESS)
     output: Path | None = option(None, SUPPRESS)
-    typed: tuple[str, ...] = ()
 # fmt: on
 
     def __post_init__(self) -> None:
@@ -99,36 +92,14 @@ class Options:
         if self.norm_algorithm != "auto" and not self.use_flash:
             raise ValueError("--norm-algorithm is for fused kernels: give --use-flash too")
 
+    @property
+    def mode(self) -> str:
+        """Returns the mode's name in `experiments.llama_fsdp`."""
+        if self.use_flash:
+            return "flash_bookkeeping_fsdp" if self.bookkeeping else "flash_fsdp"
+        return "bookkeeping_fsdp" if self.bookkeeping else "ghost_fsdp"
 
-def parse(arguments: Sequence[str] | None) -> Options:
-    return parse_typed(Options, arguments, PROGRAM, DESCRIPTION, EXAMPLES)
-
-
-def complete(options: Options, hardware: Hardware) -> Options:
-    """Fills in the defaults that depend on the machine."""
-    on_gpu = hardware.device_type == "cuda"
-    return replace(
-        options,
-        model_name=options.model_name or ("llama-3.2-1b" if on_gpu else "tiny"),
-        seq_lengths=tuple(sorted(options.seq_lengths or (ON_GPU if on_gpu else ON_CPU))),
-        output_dir=options.output_dir or new_folder("bottlenecks"),
-    )
-
-
-def mode_of(options: Options) -> str:
-    """Returns the mode's name in `experiments.llama_fsdp`."""
-    if options.use_flash:
-        return "flash_bookkeeping_fsdp" if options.bookkeeping else "flash_fsdp"
-    return "bookkeeping_fsdp" if options.bookkeeping else "ghost_fsdp"
-
-
-def settings_of(options: Options) -> GridSettings:
-    return shared_values(
-        options, GridSettings, timeout_s=options.timeout, enable_profiling=True
-    )
-
-
-def cell_command(options: Options, length: int, output: Path) -> list[str]:
-    none = dict.fromkeys(("seq_lengths", "output_dir", "num_processes", "memory_limit_gb"))
-    one = replace(options, length=length, output=output, **none)
-    return [sys.executable, "-m", PROGRAM, *as_arguments(one)]
+    def for_cell(self, cell: GridCell, output: Path) -> Options:
+        """Returns the options of one length's command."""
+        none = dict.fromkeys(("seq_lengths", "output_dir", "num_processes", "memory_limit_gb"))
+        return replace(self, length=cell.seq_length, output=output, **none)

@@ -41,11 +41,10 @@ from ddp_by_hand.experiments.rounds import failure_of
 from ddp_by_hand.lm.runtime import find_hardware
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, UNAVAILABLE, Results, cell_key, environment
-from ddp_by_hand.measure.command_line import check_file, check_folder, ending_quietly, refuse
+from ddp_by_hand.measure.command_line import BadInput, bad_input, check_file, check_folder
 from ddp_by_hand.measure.extras import require
-from ddp_by_hand.measure.options import option, parse_options, positive
+from ddp_by_hand.measure.options import option, positive, program
 
-PROGRAM = "ddp_by_hand.experiments.records"
 HELD_OUT = 5000  # training images that `--tune` scores
 
 
@@ -65,12 +64,11 @@ class Options:
 # fmt: on
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if a run failed, or 2 for bad input."""
+@program("ddp_by_hand.experiments.records", Options)
+def main(options: Options) -> int:
+    """Trains what is not there yet, and prints the table. Returns 1 if a run failed."""
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning, "dp_accounting")
-    options = parse_options(Options, arguments, prog=PROGRAM, description=__doc__)
-    try:
+    with bad_input():
         rows = rows_of(options.rows)
         check_folder("--output-dir", options.output_dir, create=True)
         if options.picture:
@@ -80,8 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require("matplotlib")
         device = torch.device(find_hardware(options.device, 1).device_type)
         results = Results(options.output_dir)
-    except ValueError as error:
-        return refuse(PROGRAM, error)
     splits = Splits(options.data, device, HELD_OUT if options.tune else 0)
     kind = "tuning" if options.tune else "record"
     if options.tune:
@@ -97,13 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
     own = [found for found in results.rows() if found["kind"] == kind]
     if not own:
-        return refuse(PROGRAM, ValueError("no row was trained: give --data FOLDER of the data"))
+        raise BadInput("no row was trained: give --data FOLDER of the data")
     print((tuning_table if options.tune else table)(own))
     if options.picture:
-        try:
+        with bad_input():
             draw(options.picture, own)
-        except ValueError as error:
-            return refuse(PROGRAM, error)
     return int(any(found["status"] not in (OK, UNAVAILABLE) for found in own))
 
 

@@ -5,11 +5,8 @@
 | `fashion-mnist`, `mnist` | `train-images-idx3-ubyte`, `t10k-labels-idx1-ubyte`, ..; or `.gz` |
 | `cifar10` | `data_batch_1` to `5` and `test_batch`, Python's or with `.bin` |
 | `digits` | `digits.csv.gz`, or that of an installed scikit-learn |
-| `sst2` | `train.tsv` and `dev.tsv`, with a header `sentence`, `label` |
-| `e2e` | `trainset.csv` and `testset_w_refs.csv`, with a header `mr`, `ref` |
 """
 
-import csv
 import gzip
 import pickle
 import struct
@@ -43,15 +40,6 @@ def open_images(name: str, folder: Path) -> Images:
         ValueError: a file is not of the format.
     """
     return _IMAGES[name](name, folder)
-
-
-def open_pairs(name: str, folder: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Returns (text, label) or (meaning, text) of `sst2` or `e2e`, to train on and to test.
-
-    Raises: as `open_images`.
-    """
-    first, second, files, dialect = _PAIRS[name]
-    return tuple(_read_pairs(_found(name, folder, file), first, second, dialect) for file in files)
 
 
 def _found(name: str, folder: Path, *files: str) -> Path:
@@ -162,18 +150,3 @@ def _digits(name: str, folder: Path) -> Images:
 _IMAGES: dict[str, Callable[[str, Path], Images]] = {
     "fashion-mnist": _idx_images, "mnist": _idx_images, "cifar10": _cifar10, "digits": _digits,
 }  # fmt: skip
-
-
-_PAIRS = {
-    "sst2": ("sentence", "label", ("train.tsv", "dev.tsv"), "excel-tab"),
-    "e2e": ("mr", "ref", ("trainset.csv", "testset_w_refs.csv"), "excel"),
-}
-
-
-def _read_pairs(path: Path, first: str, second: str, dialect: str) -> list[tuple[str, str]]:
-    plain = {"quoting": csv.QUOTE_NONE} if dialect == "excel-tab" else {}
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file, dialect=dialect, **plain)
-        if not {first, second} <= set(reader.fieldnames or ()):
-            raise ValueError(f"{path}: its header lacks {first} or {second}: copy it again")
-        return [(row[first], row[second]) for row in reader]

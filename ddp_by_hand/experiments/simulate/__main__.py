@@ -11,7 +11,6 @@ rate depends on their size. docs/simulate.md says what is.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from ddp_by_hand.lm.memory import predict_memory
 from ddp_by_hand.lm.model import PRESETS
 from ddp_by_hand.lm.shape import Shape
 from ddp_by_hand.measure import Column, Results, format_table
-from ddp_by_hand.measure.command_line import check_file, ending_quietly, is_alone, refuse
+from ddp_by_hand.measure.command_line import bad_input, check_file
 from ddp_by_hand.measure.curves import draw_efficiency
-from ddp_by_hand.measure.options import option, parse_options, positive, requires
+from ddp_by_hand.measure.options import option, positive, program, requires
 
 MOST_GPUS = 1_000_000  # a ring's latency is then seconds, and nothing like it was measured
 MEMORY_ONLY = tuple(name for name in KNOWN_MEMORY if name not in VARIANTS)
@@ -61,15 +60,11 @@ class Options:
 # fmt: on
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_options(
-        Options, arguments, prog="ddp_by_hand.experiments.simulate", description=__doc__,
-        needs=["matplotlib"],
-    )  # fmt: skip
+@program("ddp_by_hand.experiments.simulate", Options, needs=["matplotlib"])
+def main(options: Options) -> int:
     bandwidth = options.host_bandwidth * 1e9
     links = Network(0, 0, options.gpus_per_host, options.host_latency / 1e6, bandwidth)
-    try:
+    with bad_input():
         check_file("--output", options.output)
         found = replace(calibrate(options.traces, links), every=options.every)
         timed = {
@@ -81,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = found.matched({n: s for (shape, n), s in timed.items() if shape == found.shape})
         for folder in options.validate:
             print(validation(found, folder), end="\n\n")
-    except (ValueError, OSError) as error:
-        return refuse("ddp_by_hand.experiments.simulate", error, speaks=is_alone())
     model = PRESETS[options.preset] if options.preset else found.shape.model
     model = replace(model, context_length=options.context_length or model.context_length)
     given = {n: x for n in ("batch_size", "bucket_size_mb") if (x := getattr(options, n))}

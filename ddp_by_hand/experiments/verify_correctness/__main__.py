@@ -14,13 +14,10 @@ gradients must agree, and no sample may add more than C. One row per case:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from ddp_by_hand.experiments.verify_correctness.run import Options, prepare, run
-from ddp_by_hand.lm.programs import program_name
-from ddp_by_hand.lm.runtime import is_first_of_host
-from ddp_by_hand.measure.command_line import ending_quietly, is_alone, refuse
-from ddp_by_hand.measure.options import parse_options
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import as_arguments, program
 
 PROGRAM = "ddp_by_hand.experiments.verify_correctness"
 EXAMPLES = """\
@@ -40,19 +37,13 @@ examples:
 """
 
 
-@ending_quietly(speaks=is_alone)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the checks. Returns 0, 1 (a case is wrong), 2 (bad input) or 130 (Ctrl-C)."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse_options(
-        Options, arguments, prog=program_name(PROGRAM), description=__doc__, epilog=EXAMPLES,
-        speaks=is_first_of_host,
-    )  # fmt: skip
-    try:
+@program(PROGRAM, Options, epilog=EXAMPLES)
+def main(options: Options) -> int:
+    """Runs the checks. Returns 1 if a case is wrong."""
+    command = [sys.executable, "-m", PROGRAM, *as_arguments(options)]
+    with bad_input():
         options, hardware = prepare(options)
-    except ValueError as error:
-        return refuse(program_name(PROGRAM), error, is_first_of_host())
-    return run(options, hardware, [sys.executable, "-m", PROGRAM, *arguments])
+    return run(options, hardware, command)
 
 
 if __name__ == "__main__":

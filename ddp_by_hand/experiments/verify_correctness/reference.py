@@ -93,23 +93,6 @@ def per_sample_gradients(
     return gradients
 
 
-def unit_gradients(
-    gradients: Gradients, examples_per_unit: int, counted: Tensor | None = None
-) -> Gradients:
-    """Returns the gradients of units, each the sum of those of its k examples, side by side.
-
-    `counted`: bool [B], which examples are not fill; None: all. The sum goes example by example.
-    """
-    result = {}
-    for name, g in gradients.items():
-        total = g.new_zeros(len(g) // examples_per_unit, *g.shape[1:])
-        for i, one in enumerate(g):
-            if counted is None or counted[i]:
-                total[i // examples_per_unit] += one
-        result[name] = total
-    return result
-
-
 def norms(gradients: Gradients) -> Tensor:
     """Returns n_i = ‖g_i‖ over all parameters, [B]; not finite where the gradient is not."""
     squares = [per_sample_sum(g.square()) for g in gradients.values()]

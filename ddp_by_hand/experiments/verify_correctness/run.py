@@ -181,13 +181,11 @@ def alone(options: Options, hardware: Hardware) -> int:
     place = torch.cuda.get_device_name(0) if on_gpu else hardware.sentence.partition(" on ")[2]
     print(f"one process on {place}", flush=True)
     report = Report(options, Ranks(torch.device(hardware.device_type)))
-    with Progress(report.total) as progress:
-        try:
-            report.check(progress.update if progress.enabled else report.say_progress)
-        except KeyboardInterrupt:
-            progress.close()
-            report.print_unfinished()
-            raise
+    try:
+        report.check()
+    except KeyboardInterrupt:
+        report.print_unfinished()
+        raise
     return report.finish()
 
 
@@ -207,15 +205,7 @@ def work(options: Options, hardware: Hardware) -> int:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         if worker.is_first and not has_parent():
             print(hardware.sentence, flush=True)
-        with Progress(report.total, enabled=None if worker.is_first else False) as progress:
-
-            def note(label: str) -> None:
-                watch.at(label)
-                if worker.is_first and not progress.enabled:
-                    report.say_progress(label)
-                progress.update(label)
-
-            report.check(note)
+        report.check(watch.at, speaks=worker.is_first)
         return report.finish() if worker.is_first else 0
 
 
@@ -233,10 +223,21 @@ class Report:
     def total(self) -> int:
         return len(self._cases)
 
-    def check(self, note: Callable[[str], None]) -> None:
-        """Checks all cases; calls `note` with the label of each case that begins."""
-        for finding in verify(self._cases, self.ranks, self.dtype, note, self.options.verbose):
-            self.findings.append(finding)
+    def check(self, at: Callable[[str], None] = lambda label: None, speaks: bool = True) -> None:
+        """Checks all cases; calls `at` with the label of each case that begins.
+
+        `speaks`: whether this process, one of several ranks, shows progress.
+        """
+        with Progress(self.total, enabled=None if speaks else False) as progress:
+
+            def note(label: str) -> None:
+                at(label)
+                progress.update(label)
+                if speaks and not progress.enabled:
+                    self.say_progress(label)
+
+            for finding in verify(self._cases, self.ranks, self.dtype, note, self.options.verbose):
+                self.findings.append(finding)
 
     def say_progress(self, label: str) -> None:
         """Prints a line after SILENCE seconds without one, where `Progress` has no terminal."""

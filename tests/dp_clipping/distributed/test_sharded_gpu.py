@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from ddp_by_hand.lm.parallel import parallelize
+from ddp_by_hand.lm.parallel import parallelize, shard_fully
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from tests.dp_clipping.conftest import MODES, private, private_loss
@@ -37,12 +37,14 @@ def one_step(context: Context, axis: str, sixteen_bit: bool) -> None:
     mine = slice(None) if axis == "tensor" else part(counts, context.rank)
     tolerance = 4e-2 if sixteen_bit else 2e-4
     mesh = init_device_mesh("cuda", (context.world_size,), mesh_dim_names=(axis,))
-    options = {}
-    if sixteen_bit:
-        options["mixed_precision"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for n, (mode, clipping) in enumerate(product(ALL, ("flat", "per_layer"))):
         expected = oracle.clipped_sum(gradients, LIMIT, clipping)
-        network = parallelize(transformer().to(context.device), mesh, **options)
+        network = transformer().to(context.device)
+        if sixteen_bit:
+            shard_fully(network, mesh, mixed_precision=policy)
+        else:
+            parallelize(network, mesh)
         how = NORM_REDUCTIONS[n % 3]
         model = private(network, mode, LIMIT, clipping, norm_reduction=how)
         for _ in range(3):
