@@ -34,6 +34,7 @@ OF_SIZE = (
     "division by the size of the batch, for example): per-sample gradients need a loss for each "
     "sample alone; return that, and the mean is taken by loss_reduction='mean'"
 )
+SMALL = 1 << 26  # bytes of a criterion's arguments that may be copied at once
 
 
 def viewed(outputs: Any) -> Any:
@@ -172,13 +173,15 @@ class Criterion:
     def check(self, number: int) -> None:
         """Raises ValueError if a sample's loss depends on others.
 
-        Two parts of the batch are looked at, whose losses take no more memory than its own beside
-        its outputs: a run has a copy of a part with one sample more. Where they do not agree, all
-        samples are looked at together.
+        A run has a copy of the samples with one more. Of arguments that are not small two parts of
+        the batch are looked at, so that the losses take no more memory than its own beside its
+        outputs. Where they do not agree, all samples are looked at together.
         """
         size = self._size
         most = min(size, max(2, (size + 1) // 2, 3 * size // 4 - 1))
-        parts = torch.arange(most), torch.arange(size - most, size)
+        parts = [torch.arange(most), torch.arange(size - most, size)]
+        if sum(x.numel() * x.element_size() for x in self._tensors) <= SMALL:
+            parts = [torch.arange(size)]
         if not self._ragged and all(self._agree(rows, number) for rows in parts):
             return
         self._given, self._rows = {}, torch.arange(size)

@@ -44,6 +44,7 @@ if triton is not None:
 
 BLOCK = 256  # features of a program: most runs are one row, which one warp loads at once
 ROWS = 8  # whose loads are in flight together
+MOST_ROWS = 64  # of the samples that have a token, of few features
 WARPS = 1
 NUMBERED = 1024  # tokens of a program that makes their keys
 MOST = 128  # uses of a launch
@@ -114,7 +115,7 @@ class TokenSums:
             _weighted_tokens_kernel, (tokens * blocks,),
             (table, self.sums, self.keys, self.starts, coefficients.contiguous()),
             (tokens, self.batch_size, self.vocabulary, width),
-            ROWS=ROWS, BLOCK_D=block, num_warps=WARPS,
+            ROWS=min(MOST_ROWS, ROWS * BLOCK // block), BLOCK_D=block, num_warps=WARPS,
         )  # fmt: skip
         return totals
 

@@ -27,13 +27,16 @@ def signed_sums(rows: Tensor) -> Tensor:
     """
     size, length = rows.shape
     pieces = ceil_div(length, PIECE)
-    sums = rows.new_empty(size, pieces, SIGNS + 1, dtype=torch.float32)
+    shape = (size, pieces, SIGNS + 1) if pieces > 1 else (size, SIGNS + 1)
+    sums = rows.new_empty(shape, dtype=torch.float32)
     launch(
         _signed_sums_kernel, (pieces, size), (rows, _bits(rows.device), sums),
-        (length, rows.stride(0), pieces), SIGNS=SIGNS, PIECE=PIECE, PIECES=PIECES, num_warps=4,
+        (length, rows.stride(0), pieces), SIGNS=SIGNS, PIECE=PIECE, PIECES=PIECES,
+        IS_WHOLE=pieces == 1, num_warps=4,
     )  # fmt: skip
-    sums = sums.sum(1) if pieces > 1 else sums.squeeze(1)
-    sums[:, SIGNS:].sqrt_()
+    if pieces > 1:
+        sums = sums.sum(1)
+        sums[:, SIGNS:].sqrt_()
     return sums
 
 
@@ -84,7 +87,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["n_numbers", "s_row", "n_pieces"])
     def _signed_sums_kernel(
         p_rows, p_bits, p_sums, n_numbers, s_row, n_pieces, SIGNS: tl.constexpr,
-        PIECE: tl.constexpr, PIECES: tl.constexpr,
+        PIECE: tl.constexpr, PIECES: tl.constexpr, IS_WHOLE: tl.constexpr,
     ):  # fmt: skip
         i_piece = tl.program_id(0).to(tl.int64)
         i_row = tl.program_id(1).to(tl.int64)
@@ -98,4 +101,5 @@ if triton is not None:
         for k in tl.static_range(SIGNS):
             is_minus = ((b_bits ^ bits) >> k) & 1
             tl.store(p_sums + k, tl.sum(tl.where(is_minus == 1, -b_x, b_x)))
-        tl.store(p_sums + SIGNS, tl.sum(b_x * b_x))
+        square = tl.sum(b_x * b_x)
+        tl.store(p_sums + SIGNS, tl.sqrt(square) if IS_WHOLE else square)

@@ -85,7 +85,7 @@ class Probe:
                     break
                 again = self._subject.run(seed=seed)
                 for key in changed:
-                    room = _by_chance(base.summaries[key], again.summaries.get(key), stays)
+                    room = _by_chance(base.summaries[key], again.summaries.get(key))
                     rooms[key] = torch.maximum(room, rooms.get(key, room))
                 changed = _changed(base, self.beside, stays, {key: rooms[key] for key in changed})
         return changed
@@ -110,11 +110,11 @@ def _changed(
     return [key for key, flag in zip(keys, flags, strict=True) if flag]
 
 
-def _by_chance(one: Summary, again: Summary | None, stays: Tensor) -> Tensor:
-    """Returns how much samples that stay may change [S, 1], from a run that was repeated."""
+def _by_chance(one: Summary, again: Summary | None) -> Tensor:
+    """Returns how much samples may change [B, 1], from a run that was repeated."""
     if again is None:
-        return one.values.new_full((int(stays.sum()), 1), torch.inf)
-    change, _ = compared([(again, one)], stays)
-    _, size = compared([(one, one)], stays)
+        return one.values.new_full((len(one.values), 1), torch.inf)
+    change, _ = compared([(again, one)])
+    _, size = compared([(one, one)])
     change = change[0].amax(1, keepdim=True)
     return (TIMES * change).where(change <= RANDOM * size[0], torch.inf)

@@ -7,15 +7,14 @@ layers out only if the first one drew nothing.
 """
 
 import copy
-import pickle
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +22,8 @@ from torch import Tensor
 class RandomStates:
     """The states of all random generators, to be compared and restored.
 
-    These are PyTorch's of the CPU and of a device, Python's, NumPy's if it is imported, and
-    generators among the attributes of some objects.
+    These are PyTorch's of the CPU and of a device, Python's, NumPy's, and generators among the
+    attributes of some objects.
 
     Args:
         owners: modules, or other objects with attributes.
@@ -62,8 +61,7 @@ class RandomStates:
     def have_moved(self) -> bool:
         """Returns whether a number was drawn since. The host waits for no GPU."""
         now = [get() for get, _ in self._generators]
-        pairs = zip(self._states, now, strict=True)
-        return any(_comparable(before) != _comparable(after) for before, after in pairs)
+        return not all(map(_are_equal, self._states, now))
 
 
 @contextmanager
@@ -92,11 +90,8 @@ def _torch_generators(device: torch.device | None) -> Iterator[Generator]:
 def _generators(owners: Iterable[Any]) -> Iterator[Generator]:
     """Yields Python's, NumPy's, and those among the attributes of some objects."""
     yield random.getstate, random.setstate
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    kinds: set[type] = {torch.Generator, random.Random}
-    if numpy is not None:
-        yield numpy.get_state, numpy.set_state
-        kinds |= {numpy.RandomState, numpy.Generator}
+    yield np.random.get_state, np.random.set_state
+    kinds = {torch.Generator, random.Random, np.random.RandomState, np.random.Generator}
     values = chain.from_iterable([vars(owner).values() for owner in owners])
     for value in [value for value in values if type(value) in kinds]:
         if isinstance(value, random.Random):
@@ -112,17 +107,25 @@ def _state_of(bits: Any) -> Any:
     return copy.deepcopy(bits.state)
 
 
-def _comparable(state: Any) -> Any:
-    return state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
+def _are_equal(one: Any, other: Any) -> bool:
+    """Returns whether two states are equal; NumPy's have arrays in them."""
+    if isinstance(one, Tensor):
+        one, other = one.numpy(), other.numpy()
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return all(_are_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple) and any(isinstance(x, np.ndarray) for x in one):
+        return all(map(_are_equal, one, other))
+    return one == other
 
 
 def seed_all(seed: int, only_cpu: bool = False) -> None:
-    """Seeds PyTorch's, Python's and, if it is imported, NumPy's generator.
+    """Seeds PyTorch's, Python's and NumPy's generators.
 
     Args:
         only_cpu: leaves PyTorch's generators of other devices as they are.
     """
     (torch.default_generator if only_cpu else torch).manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)

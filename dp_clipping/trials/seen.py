@@ -28,13 +28,13 @@ class Summary(NamedTuple):
         return self._replace(values=self.values[:-1] if place else self.values[1:])
 
 
-def compared(pairs: Sequence[tuple[Summary, Summary]], stays: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how much the samples that stay differ [P, S, N], and may differ [P, S, 1].
+def compared(pairs: Sequence[tuple[Summary, Summary]]) -> tuple[Tensor, Tensor]:
+    """Returns how much samples differ [P, B, N], and may differ [P, B, 1].
 
     Values that are not finite count as zero: a bad sample is no sign of mixing.
     """
     one, other = (
-        torch.stack([found.values for found in side]).double()[:, stays].nan_to_num(0, 0, 0)
+        torch.stack([found.values for found in side]).double().nan_to_num(0, 0, 0)
         for side in zip(*pairs, strict=True)
     )
     tolerances = one.new_tensor([found.tolerance for found, _ in pairs])[:, None, None]
@@ -47,14 +47,15 @@ def differ(
     """Returns which summaries of two runs differ in a sample that stays; the host waits once.
 
     Args:
-        by_chance: how much the samples of each pair may differ in any case [S, 1].
+        stays: [B], which samples do.
+        by_chance: how much the samples of each pair may differ in any case [B, 1].
     """
     if not pairs:
         return []
-    change, room = compared(pairs, stays)
+    change, room = compared(pairs)
     if by_chance:
         room = torch.maximum(room, torch.stack(list(by_chance)))
-    return (change > room).flatten(1).any(1).tolist()
+    return ((change > room) & stays.to(room.device)[:, None]).flatten(1).any(1).tolist()
 
 
 @dataclass

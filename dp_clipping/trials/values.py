@@ -15,6 +15,7 @@ from dp_clipping.torch_compat import version_of
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORD = torch.int64
+SHORT = 1 << 16  # numbers of a tensor that is compared together with others
 
 
 class Values:
@@ -74,26 +75,42 @@ def checksum(x: Tensor) -> Tensor:
     """
     rows = bits(x.detach())
     rows = rows.flatten(1) if rows.dim() > 1 else rows.view(1, -1)
-    size = rows.shape[1] * rows.element_size()
+    count, length = rows.shape
+    size = length * rows.element_size()
     together = WORD.itemsize // math.gcd(size, WORD.itemsize)
-    groups, rest = divmod(len(rows), together)
+    groups, rest = divmod(count, together)
     if not groups or rows.data_ptr() % WORD.itemsize:
         return rows.sum(1, dtype=WORD)
     # Fewer and wider numbers are added up in less time. They are read of one row, as the stride
     # of a dimension of size 1 may be any, and PyTorch looks at it.
-    words = rows[: len(rows) - rest].view(-1).view(WORD)
+    words = (rows[: count - rest] if rest else rows).view(-1).view(WORD)
     sums = words.view(groups, together * size // WORD.itemsize).sum(1)
-    return torch.cat((sums, rows[len(rows) - rest :].sum(1, dtype=WORD))) if rest else sums
+    return torch.cat((sums, rows[count - rest :].sum(1, dtype=WORD))) if rest else sums
 
 
 def others(before: Iterable[Tensor], now: Iterable[Tensor]) -> list[bool]:
-    """Returns which tensors of whole numbers are others now; the host waits once for a device."""
-    flags = [(one != other).any() for one, other in zip(before, now, strict=True)]
-    found = [False] * len(flags)
-    for device in {flag.device for flag in flags}:
-        there = [n for n, flag in enumerate(flags) if flag.device == device]
-        told = torch.stack([flags[n] for n in there]).tolist()
-        for n, is_other in zip(there, told, strict=True):
+    """Returns which tensors of whole numbers are others now.
+
+    The short ones of a device are compared at once. The host waits once for a device, and again
+    where something differs.
+    """
+    pairs = list(zip(before, now, strict=True))
+    found = [False] * len(pairs)
+    for device in {one.device for one, _ in pairs}:
+        there = [n for n, (one, _) in enumerate(pairs) if one.device == device]
+        short = [n for n in there if pairs[n][0].numel() <= SHORT]
+        alone = [n for n in there if pairs[n][0].numel() > SHORT]
+        parts = [(pairs[n][0] != pairs[n][1]).any() for n in alone]
+        if short:
+            one, other = (torch.cat([pairs[n][side].view(-1) for n in short]) for side in (0, 1))
+            are_others = one != other
+            parts.append(are_others.any())
+        told = torch.stack(parts).tolist()
+        if short and told.pop():
+            sizes = [pairs[n][0].numel() for n in short]
+            told += torch.stack([part.any() for part in are_others.split(sizes)]).tolist()
+            alone += short
+        for n, is_other in zip(alone, told, strict=False):
             found[n] = is_other
     return found
 

@@ -597,7 +597,7 @@ ROWS = [
      "together * size // WORD.itemsize).sum(1)", "together * size // WORD.itemsize).sum(1) * 0",
      "tests/dp_clipping/trials/test_values.py"),
     ("a generator of a module goes on", "trials/randomness.py",
-     "kinds: set[type] = {torch.Generator, random.Random}", "kinds: set[type] = {random.Random}",
+     "kinds = {torch.Generator, random.Random, ", "kinds = {random.Random, ",
      "tests/dp_clipping/trials/test_randomness.py"),
     ("a criterion runs again beside the step's graph", "criterion.py",
      "private_step.checks.append(partial(again.check, private_step.watched.number))",
