@@ -19,7 +19,7 @@ from dp_clipping.distributed.dtensor import fsdp_classes
 from dp_clipping.distributed.norm_reduce import PendingReduce
 from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.distributed.torch_compat import active_wrapper
-from dp_clipping.losses.in_network import LossInNetwork
+from dp_clipping.losses.in_network import LossInNetwork, wrapped
 from dp_clipping.losses.private_loss import PrivateLoss, refuse_reentrant
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.metrics import loss_and_count
@@ -203,8 +203,11 @@ class PrivateModel(nn.Module):
         is_open = (state := self.step_state).is_open
         if is_open:
             self.gradient_buffer.watch.refuse_unclipped()
+        losses, labelled = self.loss_in_network, None
+        if kwargs or losses.places:
+            labelled = losses.labelled(args, kwargs)
         try:
-            with self.loss_in_network.per_sample(args, kwargs):
+            with NOTHING if labelled is None else losses.per_sample(labelled):
                 outputs = self.passes.forward(module, args, kwargs, self._sync_context())
         except RuntimeError as error:
             refuse_reentrant(error)
@@ -213,8 +216,10 @@ class PrivateModel(nn.Module):
             lengths.around = partial(self._as_in_forward, lengths.around, args, kwargs)
         if is_open:
             self.gradient_buffer.watch.note()  # a wrapper may have waited for sums under way
+        if labelled is None and isinstance(outputs, Tensor) and outputs.dim():
+            return outputs  # no loss of the network's own
         private = partial(PrivateLoss, self, state.pending, reduction=self._loss_reduction)
-        return self.loss_in_network.wrapped(outputs, state.pending, private)
+        return wrapped(outputs, state.pending, private, labelled)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses the subclasses that `fully_shard` and `replicate` make of a module's class."""
@@ -373,7 +378,8 @@ class PrivateModel(nn.Module):
         self, context: Callable[[], AbstractContextManager], args: tuple, kwargs: dict
     ) -> Iterator[None]:
         """Enters the context of a forward with these arguments, and another one."""
-        with self.reached(), context(), self.loss_in_network.per_sample(args, kwargs):
+        losses = self.loss_in_network
+        with self.reached(), context(), losses.per_sample(losses.labelled(args, kwargs)):
             yield
 
     def _sync_context(self) -> AbstractContextManager:

@@ -17,7 +17,8 @@ not reach into compiled code.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from dp_clipping.capture.samples.batch import Batch, Constants, tensors_of
 from dp_clipping.capture.samples.packed import opened
 from dp_clipping.layers.vmap.samples import rows_of_call
 from dp_clipping.losses.private_loss import PrivateLoss
-from dp_clipping.profiling.profile import NOTHING
 
 OF_BATCH = "num_items_in_batch"
 OF_LABELS = ("label", "target", "_positions", "future_values")  # in names of arguments
@@ -41,6 +41,21 @@ FUNCTIONS = (
 SIGNATURES = {function: inspect.signature(function) for function in (*FUNCTIONS, F.ctc_loss)}
 
 
+@dataclass
+class Labelled:
+    """One forward with labels.
+
+    Attributes:
+        is_named: some are given by name.
+        count: losses that were computed in it.
+        made: their nodes in its graph.
+    """
+
+    is_named: bool
+    count: int = 0
+    made: list[Any] = field(default_factory=list)
+
+
 class LossInNetwork:
     """Makes a network that is given labels return losses [B].
 
@@ -49,6 +64,9 @@ class LossInNetwork:
         batch_first: dimension 0 of its inputs counts the samples; else nothing is exchanged.
         constants: knows which of them have no row for each sample.
         is_compiled: a part of it is, so only `loss_function` is exchanged.
+
+    Attributes:
+        places: of labels, in the arguments without a name.
     """
 
     def __init__(
@@ -57,68 +75,37 @@ class LossInNetwork:
         self._network, self._constants = network, constants
         self._owners = list(_owners(network))
         self._batch_first, self._looks_inside = batch_first, not is_compiled
-        self._places = _places_of_labels(network)  # in the arguments without a name
-        self._count = 0  # losses of the forward under way
-        self._made: list[Any] = []  # their nodes in its graph
+        self.places = _places_of_labels(network)
         self._batch_size = 0
 
-    def per_sample(self, args: tuple, kwargs: Mapping[str, Any]) -> AbstractContextManager:
-        """Returns a context in which a forward with these arguments returns losses [B], if any."""
-        self._count, self._made = 0, []
+    def labelled(self, args: tuple, kwargs: Mapping[str, Any]) -> Labelled | None:
+        """Returns a forward with these arguments; None: there are no labels among them."""
         has_labels = any(isinstance(x, Tensor) and _is_of_labels(n) for n, x in kwargs.items())
         is_named = has_labels
-        for n in self._places:
+        for n in self.places:
             has_labels = has_labels or (n < len(args) and isinstance(args[n], Tensor))
-        return self._all_exchanged(is_named) if self._batch_first and has_labels else NOTHING
+        return Labelled(is_named) if self._batch_first and has_labels else None
 
     @contextmanager
-    def _all_exchanged(self, is_named: bool) -> Iterator[None]:
+    def per_sample(self, forward: Labelled | None) -> Iterator[None]:
+        """Enters a context in which a forward returns losses [B]."""
+        if forward is None:
+            yield
+            return
         with ExitStack() as stack:
             for owner in self._owners:
-                stack.enter_context(self._exchanged(owner))
+                stack.enter_context(_exchanged(owner, forward))
             if self._looks_inside:
                 hook = self._network.register_forward_pre_hook(self._note_size, with_kwargs=True)
                 stack.callback(hook.remove)
                 mode = stack.enter_context(PerSampleReductions(self._rows))
             yield
-        if self._count:
+        if forward.count:
             self._looks_inside = False
         elif self._looks_inside:
-            self._count, self._made = mode.count, mode.made
-        if not self._count and not is_named:
-            self._places = ()  # what is called so may be no label, and looking at each call is slow
-
-    def wrapped(self, outputs: Any, step: Any, private: Callable[..., PrivateLoss]) -> Any:
-        """Returns outputs whose losses are made `private(losses=..)`.
-
-        It is their `loss`, or what is called so in part; of a tuple the first entry that was
-        computed from a loss; or all that is returned. Other outputs stay as they are.
-        """
-        shape = () if not self._count else (0 if step.is_empty else step.rows,)
-        made, self._made = self._made, []
-        entries = {}
-        for place, found in _entries(outputs).items():
-            if isinstance(found, Tensor) and found.requires_grad and found.shape == shape:
-                entries[place] = found
-        if len(entries) > 1 and isinstance(outputs, tuple):  # predictions [B] are no losses
-            own = {place: x for place, x in entries.items() if _is_made_of(x, made)}
-            entries = own or entries
-        for place, found in entries.items():
-            if not self._count:
-                step.has_own_loss = True
-                return outputs
-            step.look_at(found)
-            loss = private(losses=found)
-            if isinstance(outputs, Tensor):
-                return loss
-            if isinstance(outputs, tuple):
-                changed = *outputs[:place], loss, *outputs[place + 1 :]
-                return outputs._make(changed) if hasattr(outputs, "_make") else changed
-            if isinstance(outputs, MutableMapping):
-                outputs[place] = loss
-            else:
-                outputs.loss = loss
-        return outputs
+            forward.count, forward.made = mode.count, mode.made
+        if not forward.count and not forward.is_named:
+            self.places = ()  # what is called so may be no label, and looking at each call is slow
 
     def _rows(self) -> int:
         return rows_of_call.get() or self._batch_size
@@ -127,28 +114,64 @@ class LossInNetwork:
         args, kwargs = opened((args, kwargs), batch_first=True)
         self._batch_size = Batch(args, kwargs, batch_first=True, constants=self._constants).size
 
-    @contextmanager
-    def _exchanged(self, owner: Any) -> Iterator[None]:
-        """Enters a context in which the loss function of a Hugging Face model returns [B]."""
-        own, loss_function = vars(owner).get("_loss_function"), owner.loss_function
 
-        def per_sample(*args: Any, **kwargs: Any) -> Any:
-            kwargs.pop(OF_BATCH, None)
-            size = len(tensors_of([kwargs.get("labels"), args, kwargs])[0])
-            with PerSampleReductions(lambda: size) as mode:
-                loss = loss_function(*args, **kwargs)
-            self._count += mode.count
-            self._made += mode.made
+@contextmanager
+def _exchanged(owner: Any, forward: Labelled) -> Iterator[None]:
+    """Enters a context in which the loss function of a Hugging Face model returns [B]."""
+    own, loss_function = vars(owner).get("_loss_function"), owner.loss_function
+
+    def per_sample(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(OF_BATCH, None)
+        size = len(tensors_of([kwargs.get("labels"), args, kwargs])[0])
+        with PerSampleReductions(lambda: size) as mode:
+            loss = loss_function(*args, **kwargs)
+        forward.count += mode.count
+        forward.made += mode.made
+        return loss
+
+    owner.loss_function = per_sample
+    try:
+        yield
+    finally:
+        if own is None:
+            vars(owner).pop("_loss_function")
+        else:
+            owner.loss_function = own
+
+
+def wrapped(
+    outputs: Any, step: Any, private: Callable[..., PrivateLoss], forward: Labelled | None
+) -> Any:
+    """Returns outputs of a forward whose losses are made `private(losses=..)`.
+
+    It is their `loss`, or what is called so in part; of a tuple the first entry that was
+    computed from a loss; or all that is returned. Other outputs stay as they are.
+    """
+    count, made = (0, []) if forward is None else (forward.count, forward.made)
+    shape = () if not count else (0 if step.is_empty else step.rows,)
+    entries = {}
+    for place, found in _entries(outputs).items():
+        if isinstance(found, Tensor) and found.requires_grad and found.shape == shape:
+            entries[place] = found
+    if len(entries) > 1 and isinstance(outputs, tuple):  # predictions [B] are no losses
+        own = {place: x for place, x in entries.items() if _is_made_of(x, made)}
+        entries = own or entries
+    for place, found in entries.items():
+        if not count:
+            step.has_own_loss = True
+            return outputs
+        step.look_at(found)
+        loss = private(losses=found)
+        if isinstance(outputs, Tensor):
             return loss
-
-        owner.loss_function = per_sample
-        try:
-            yield
-        finally:
-            if own is None:
-                vars(owner).pop("_loss_function")
-            else:
-                owner.loss_function = own
+        if isinstance(outputs, tuple):
+            changed = *outputs[:place], loss, *outputs[place + 1 :]
+            return outputs._make(changed) if hasattr(outputs, "_make") else changed
+        if isinstance(outputs, MutableMapping):
+            outputs[place] = loss
+        else:
+            outputs.loss = loss
+    return outputs
 
 
 def _entries(outputs: Any) -> dict[Any, Any]:

@@ -386,13 +386,12 @@ class ForwardBackward:
         samples = inputs.batch.size // each
         padding = None if inputs.padding is None else inputs.padding[::each]
         kept = Kept(KeptValues() if inputs.is_looked_at else None)
-        uses = Uses(samples, kept)
         if not self._is_fused:
             if context.policy.fused:
                 say_plain(context.mode)
-            return Plain(context, samples, uses, padding)
+            return Plain(context, samples, kept, Uses, padding)
         forecast = None  # of linear layers' operands: compiled code must know them beforehand
         if context.sharding is None and inputs.is_compiled:
             forecast = self._establishment.forecast(inputs.batch).of_units(each)
         plans = FusedPlans(context, samples, forecast)
-        return Fused(context, samples, uses, padding, plans, inputs.is_compiled)
+        return Fused(context, samples, kept, Uses, padding, plans, inputs.is_compiled)

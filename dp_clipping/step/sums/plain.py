@@ -182,19 +182,16 @@ class Uses:
 
     def __init__(self, batch_size: int, versions: Any):
         self._batch_size, self.versions = batch_size, versions
-        self.forget()
+        self._products: dict[Trainable, list[Pair]] = {}  # [B, T, d], [B, T, p]
+        self._look_ups: dict[Trainable, list[Pair]] = {}  # ids [B, S], [B, S, p]
+        self._noted: dict[Trainable, list[tuple[tuple[Tensor, ...], tuple[int, ...]]]] = {}
+        self._gradients: dict[Trainable, tuple[Tensor, bool]] = {}  # G, and if it is nobody else's
 
     def gradients(
         self, kind: str, records: tuple[Trainable, ...], value: Any
     ) -> list[tuple[Trainable, Tensor]]:
         """Returns G of some parameters, that one use leaves."""
         return gradients_left(kind, records, value, self._batch_size)
-
-    def forget(self) -> None:
-        self._products: dict[Trainable, list[Pair]] = {}  # [B, T, d], [B, T, p]
-        self._look_ups: dict[Trainable, list[Pair]] = {}  # ids [B, S], [B, S, p]
-        self._noted: dict[Trainable, list[tuple[tuple[Tensor, ...], tuple[int, ...]]]] = {}
-        self._gradients: dict[Trainable, tuple[Tensor, bool]] = {}  # G, and if it is nobody else's
 
     def add(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]

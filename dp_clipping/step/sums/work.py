@@ -15,7 +15,7 @@ How norms, coefficients and sums are computed is said by a subclass: `fused.Fuse
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +34,7 @@ from dp_clipping.layers.recorder import (
 )
 from dp_clipping.planning.cost_model import SUM_BYTES
 from dp_clipping.step.state import BatchNorms
-from dp_clipping.step.sums.backward_state import PlainPlans, StepNorms
+from dp_clipping.step.sums.backward_state import Kept, PlainPlans, StepNorms
 from dp_clipping.step.sums.sync_points import SyncPoints
 from dp_clipping.torch_compat import allocated, current_backward, current_stream, version_of
 from dp_clipping.trials.randomness import RandomStates
@@ -55,7 +55,8 @@ class Work(ABC):
     Args:
         context: what all steps of the model have in common, a `context.StepContext`.
         batch_size: samples of the batch.
-        uses: joins what several uses of a parameter leave, a `plain.Uses`.
+        versions: refuses changes of what is kept.
+        joining: makes a `plain.Uses`, which joins what several uses of a parameter leave.
         padding: [B] bool, True for samples that are padding; None: none is.
         plans: how each linear layer is handled.
         compiled: operands arrive in another order than activations are freed, those of linear
@@ -78,17 +79,17 @@ class Work(ABC):
     fused: bool
 
     def __init__(
-        self, context: Any, batch_size: int, uses: Any, padding: Tensor | None = None,
-        plans: PlainPlans | None = None, compiled: bool = False,
+        self, context: Any, batch_size: int, versions: Kept, joining: Callable[[int, Kept], Any],
+        padding: Tensor | None = None, plans: PlainPlans | None = None, compiled: bool = False,
     ):  # fmt: skip
         self.context, self.batch_size, self.padding = context, batch_size, padding
         self.plans, self.compiled = plans or PlainPlans(), compiled
-        self.norms, self.versions = StepNorms(context, batch_size), uses.versions
+        self.norms, self.versions = StepNorms(context, batch_size), versions
         self.points: SyncPoints | None = None
         if context.sharding is not None:
             self.points = SyncPoints(context.sharding, context.sums or context.departures)
         self.two_passes, self._is_dense = context.policy.two_passes, context.policy.dense_always
-        self._uses = uses
+        self._make_uses = joining
         self._joining: Joint | None = None  # whose uses are taken together
         # Labels and times work for some parameters, if that is recorded.
         self._label: Any = context.timer.layers if context.timer.labels_layers() else None
@@ -107,7 +108,7 @@ class Work(ABC):
         # What is kept for its sum as it has been left: by kind, or of these weights.
         self._kinds: tuple[str, ...] = ()
         self._staying: Collection[Trainable] = ()
-        self._uses.forget()
+        self._joined: Any = None  # what several uses have left, once there are some
         self._accumulate: Accumulate = lambda sums: None
         self.backward = -1  # the number of the one under way, within which others may run
         self._stream: int | None = None  # that layers run on, if launches read what several leave
@@ -218,6 +219,13 @@ class Work(ABC):
             self._meet(self.points)
         elif self.pending > self._room and not self._has_room():
             self._make_room()
+
+    @property
+    def _uses(self) -> Any:
+        """Returns what joins the uses of the backward under way."""
+        if self._joined is None:
+            self._joined = self._make_uses(self.batch_size, self.versions)
+        return self._joined
 
     def join(self, joint: Joint) -> None:
         """Takes what all uses of parameters have left, as one."""

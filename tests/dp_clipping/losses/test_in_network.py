@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping.losses.private_loss import PrivateLoss
-from dp_clipping.profiling.profile import NOTHING
 from tests.support.engine import build, on_any_batches
 from tests.support.language_models import (
     LANGUAGE_MODELS,
@@ -184,7 +183,7 @@ def test_what_is_called_labels_and_makes_no_loss_is_not_looked_at_again():
     for _ in range(2):
         run.criterion(run.model(*LABELLED.values()), LABELLED["labels"]).backward()
         run.model.zero_grad()
-    assert run.model.loss_in_network.per_sample(tuple(LABELLED.values()), {}) is NOTHING
+    assert run.model.loss_in_network.labelled(tuple(LABELLED.values()), {}) is None
 
 
 class WithTable(nn.Module):

@@ -131,9 +131,7 @@ class Step:
             sharding=None if modules is None else sharding_of(everyone, modules),
             departures=None, sums=None if modules is None else Shards(), streams=len(members) > 1,
         )  # fmt: skip
-        self.work = Noting(
-            is_fused, late, context, BATCH, Uses(BATCH, Kept()), None, plans, compiled
-        )
+        self.work = Noting(is_fused, late, context, BATCH, Kept(), Uses, None, plans, compiled)
         self.events = self.work.events
         if modules is not None:
             context.sums.events = self.events
