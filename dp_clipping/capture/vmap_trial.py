@@ -7,9 +7,8 @@ of two batch sizes. It runs under vmap with its child layers instead if
     its code raises an error beside copies of the parameters, or
     results or G are others than those of an ordinary run with its parameters themselves.
 
-A module under vmap whose code that cannot run, or cannot be computed again in a backward, takes one
-sample after another, and must then compute what it does for a batch. What a trial leaves in objects
-is put back.
+A module whose code cannot run under vmap, or be computed again in a backward, takes one sample
+after another, and must then compute what it does for a batch. What a trial leaves is put back.
 """
 
 from collections.abc import Callable, Iterator
