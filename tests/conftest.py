@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from ddp_by_hand.lm.rank_pool import RankPool
 from tests.support import seeds
 from tests.support.interpreter import Interpreter
 
@@ -120,7 +119,7 @@ def repeatable(request: pytest.FixtureRequest):
 @pytest.fixture(scope="session")
 def cpu_ranks():
     """Four gloo ranks for the whole session."""
-    pool = RankPool(4, prepare=seeds.replace_entropy, **seeds.ON_RANKS, groups_by_all=True)
+    pool = seeds.Ranks(4, groups_by_all=True)
     yield pool
     pool.close()
 
@@ -131,7 +130,7 @@ def own_ranks():
 
     What gloo has left of them, as buffers and connections, must not meet a later test.
     """
-    pool = RankPool(4, prepare=seeds.replace_entropy, **seeds.ON_RANKS)
+    pool = seeds.Ranks(4)
     yield pool
     pool.close(kill=True)
 
@@ -154,10 +153,7 @@ class GpuPools:
 
     def __init__(self, size: int):
         self.size = size
-        self._pools = {
-            n: RankPool(n, "cuda", prepare=seeds.replace_entropy, **seeds.ON_RANKS)
-            for n in range(1, size + 1)
-        }
+        self._pools = {n: seeds.Ranks(n, "cuda") for n in range(1, size + 1)}
 
     def run(self, world_size: int, *arguments):
         if world_size > self.size:

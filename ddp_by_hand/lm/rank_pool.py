@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed import distributed_c10d
 
 TIMEOUT = timedelta(seconds=90)  # of one collective: a busy machine may stand still for long
 START_SECONDS = 180  # importing torch in every rank takes long on a busy machine
@@ -46,12 +45,7 @@ class RankPool:
 
     Attributes:
         environment: variables of these processes, beside those of this one.
-        prepare: what each calls before anything else, a module-level function.
-        seed: called here before each run; what it returns goes to `begin`.
-        begin: what each rank calls before a function that it is given, a module-level function.
-        seconds: that a function may take.
-        groups_by_all: a function that makes a process group on some of the ranks fails. Groups are
-            named by their number: later ones of all ranks would not meet.
+        seconds: that a function may take. Each rank begins it with this process's seed.
     """
 
     def __init__(
@@ -59,16 +53,10 @@ class RankPool:
         size: int,
         device_type: str = "cpu",
         environment: Mapping[str, str] | None = None,
-        prepare: Callable[[], None] | None = None,
-        seed: Callable[[], Any] = torch.initial_seed,
-        begin: Callable[[Any], object] = torch.manual_seed,
         seconds: float = 3 * TIMEOUT.total_seconds(),
-        groups_by_all: bool = False,
     ):
         self.size, self.device_type = size, device_type
-        self.environment, self.prepare, self.seconds = environment or {}, prepare, seconds
-        self.seed, self.begin = seed, begin
-        self.groups_by_all = groups_by_all
+        self.environment, self.seconds = environment or {}, seconds
         self._processes: list = []
         self._pipes: Sequence[Connection] = ()
 
@@ -91,9 +79,9 @@ class RankPool:
 
     def _send(self, world_size: int, function: Callable, *arguments: Any) -> Sequence[Connection]:
         """Starts a function on the first ranks; returns the pipes that their answers come by."""
-        seed, pipes = self.seed(), self._pipes[:world_size]
+        pipes = self._pipes[:world_size]
         for pipe in pipes:
-            pipe.send((world_size, seed, function, arguments))
+            pipe.send((world_size, torch.initial_seed(), function, arguments))
         return pipes
 
     def close(self, kill: bool = False) -> None:
@@ -120,9 +108,6 @@ class RankPool:
                     self.device_type,
                     str(store),
                     end,
-                    self.prepare,
-                    self.begin,
-                    self.groups_by_all,
                 ),
                 daemon=True,
             )
@@ -159,11 +144,6 @@ class RankPool:
         return f"the process died (exit code {process.exitcode})"
 
 
-def _groups() -> int:
-    """Returns how many process groups this process has made."""
-    return distributed_c10d._world.group_count
-
-
 def _serve(
     environment: Mapping[str, str],
     rank: int,
@@ -171,15 +151,10 @@ def _serve(
     device_type: str,
     store: str,
     pipe: Connection,
-    prepare: Callable[[], None] | None,
-    begin: Callable[[Any], object],
-    groups_by_all: bool,
 ) -> None:
     os.environ.clear()  # what the server had when it started
     os.environ.update(environment)
     torch.set_num_threads(1)
-    if prepare is not None:
-        prepare()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
@@ -197,16 +172,9 @@ def _serve(
         while (task := pipe.recv()) is not None:
             world_size, seed, function, arguments = task
             try:
-                begin(seed)
+                torch.manual_seed(seed)
                 context = Context(rank, world_size, device, groups[world_size])
-                before = _groups()
-                answer = function(context, *arguments)
-                by_some = groups_by_all and world_size < size and _groups() != before
-                assert not by_some, (
-                    f"made a process group on {world_size} of the pool's {size} ranks: use "
-                    "DeviceMesh.from_group(context.group, ..)"
-                )
-                pipe.send((True, answer))
+                pipe.send((True, function(context, *arguments)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
             gc.collect()

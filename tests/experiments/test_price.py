@@ -13,6 +13,7 @@ import torch
 from ddp_by_hand.experiments import price_noise, price_sharded
 from ddp_by_hand.experiments.rounds import RoundCell, Row, report
 from ddp_by_hand.lm.rank_pool import Context
+from ddp_by_hand.measure.options import parse_options
 from tests.support.alone import Watching, worker_of
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +119,7 @@ def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
 
 
 def cells_of(context: Context) -> list[dict]:
-    options = price_sharded.parse(SHARDED_OPTIONS)
+    options = parse_options(price_sharded.Options, SHARDED_OPTIONS)
     return price_sharded.run_all(options, worker_of(context), Watching())
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ddp_by_hand.lm.rank_pool import Context, RankPool
+from ddp_by_hand.lm.rank_pool import Context
 from tests.support import seeds
 
 
@@ -22,9 +22,7 @@ class Interpreter:
 
     def __init__(self) -> None:
         environment = {"TRITON_INTERPRET": "1"}
-        self.ranks = RankPool(
-            2, environment=environment, prepare=_prepare, **seeds.ON_RANKS, seconds=400
-        )
+        self.ranks = seeds.Ranks(2, environment=environment, prepare=_prepare, seconds=400)
 
     def run(self, function: Callable, *arguments: Any) -> None:
         """Call a module-level function there; its assertions are the test's."""

@@ -4,14 +4,20 @@ What a test draws follows from its name, on ranks too, and so do the keys of pri
 `pytest --seed-offset N` shifts all of them: no outcome may depend on which numbers were drawn.
 """
 
+import functools
 import itertools
 import random
 import secrets
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import distributed_c10d
+
+from ddp_by_hand.lm.rank_pool import Context, RankPool
 
 _entropy = random.Random(0)  # of its own, so that a key does not follow from `random.seed`
 _runs: Iterator[int] = itertools.count()
@@ -51,4 +57,41 @@ def replace_entropy(replace: Callable[[object, str, object], None] = setattr) ->
     replace(secrets, "randbits", _entropy.getrandbits)
 
 
-ON_RANKS = {"seed": of_ranks, "begin": begin}  # arguments of a `RankPool`
+class Ranks(RankPool):
+    """A pool of ranks on which a test draws the same numbers in every run.
+
+    Args:
+        prepare: what each rank calls before its first function, a module-level function.
+        groups_by_all: a function that makes a process group on some of the ranks fails. Groups are
+            named by their number: later ones of all ranks would not meet.
+    """
+
+    def __init__(
+        self, size: int, device_type: str = "cpu", *,
+        prepare: Callable[[], None] = replace_entropy, groups_by_all: bool = False, **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(size, device_type, **more)
+        self._how = prepare, size if groups_by_all else 0
+
+    def _send(self, world_size: int, function: Callable, *arguments: Any) -> Sequence[Connection]:
+        return super()._send(
+            world_size, _repeatable, (of_ranks(), *self._how), function, *arguments
+        )
+
+
+_once = functools.cache(lambda prepare: prepare())
+
+
+def _repeatable(context: Context, how: tuple, function: Callable, *arguments: Any) -> Any:
+    """Calls a function on a rank as `Ranks` says."""
+    start, prepare, size = how
+    _once(prepare)
+    begin(start)
+    before = distributed_c10d._world.group_count
+    answer = function(context, *arguments)
+    by_some = context.world_size < size and distributed_c10d._world.group_count != before
+    assert not by_some, (
+        f"made a process group on {context.world_size} of the pool's {size} ranks: use "
+        "DeviceMesh.from_group(context.group, ..)"
+    )
+    return answer
