@@ -86,14 +86,12 @@ class CapturedNetwork(ABC):
         sharding: how the network is spread over ranks; None: it is not.
         state: a `trials.objects.State` of the network, which `guard.guard` sets, or None.
         attached_step: the private step that layers' calls belong to now, or None.
-        calls_dropout: its forward has called functions for dropout.
         copied: parameters whose copies a module computes with -> the module, and its name there.
     """
 
     def __init__(self, network: nn.Module, clipping: str, sharding: Sharding | None):
         self.network, self.sharding = network, sharding
         self.attached_step: Any = None
-        self.calls_dropout = False
         self.handles: list[LayerState] = []
         self.copied: dict[Trainable, tuple[nn.Module, str]] = {}
         self.state: Any = None
@@ -306,15 +304,14 @@ def plain_run(
                 stack.callback(hook.remove)
         if watch is not None:
             stack.enter_context(_watched(network, modules, watch))
-        mode = None if has_dropout else stack.enter_context(without_dropout(network))
+        if not has_dropout:
+            stack.enter_context(without_dropout(network))
         has_graph = not is_sharded if has_graph is None else has_graph
         stack.enter_context(torch.set_grad_enabled(has_graph))
         if state is not None:
             only_given = keeps_state or is_sharded
             stack.enter_context(state.rewound(args, kwargs, only_given=only_given))
-        outputs = network(*args, **kwargs)
-        capture.calls_dropout |= mode is not None and mode.was_needed
-        yield outputs
+        yield network(*args, **kwargs)
 
 
 @contextmanager

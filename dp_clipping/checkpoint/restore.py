@@ -120,10 +120,10 @@ def go_on(snapshot: Snapshot, resume: Resume) -> dict[str, Any]:
         warnings.warn(
             f"{snapshot.path}: the account keeps {steps} of this engine's steps that are not in "
             "the checkpoint; those that the saved key makes again are not counted twice",
-            stacklevel=4,
+            stacklevel=5,
         )
     for note in resume.notes:
-        warnings.warn(f"{snapshot.path}: {note}: the resumed run is not the same", stacklevel=4)
+        warnings.warn(f"{snapshot.path}: {note}: the resumed run is not the same", stacklevel=5)
     return {n: entry for n, entry in resume.saved.items() if n not in RESERVED or n in ALWAYS}
 
 

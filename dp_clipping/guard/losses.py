@@ -34,7 +34,7 @@ OF_SIZE = (
     "division by the size of the batch, for example): per-sample gradients need a loss for each "
     "sample alone; return that, and the mean is taken by loss_reduction='mean'"
 )
-SMALL = 1 << 26  # bytes of a criterion's arguments that may be copied at once
+SMALL = 1 << 26  # bytes of a criterion's arguments with which all samples are looked at together
 
 
 def viewed(outputs: Any) -> Any:

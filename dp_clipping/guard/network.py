@@ -73,10 +73,14 @@ class Company:
         changes = list(thirds(rows, distinct, min(size, PLACES) if is_alone else PLACES))
         if extremes and len(distinct) > 1 and batch.has_floats:
             changes.append(enlarged(size, size // 2))
-        changes += [one._replace(may_fail=is_alone) for one in one_more(size)]
-        # One more would draw other numbers.
-        with without_dropout(self._capture.network, self._capture.calls_dropout):
-            self._check(batch, rows, changes)
+        among_more = [one._replace(may_fail=is_alone) for one in one_more(size)]
+        network = self._capture.network
+        with without_dropout(network) as dropout:  # one more would draw other numbers
+            probe = self._probe(batch, rows)
+        with without_dropout(network, in_functions=dropout.was_needed):
+            self._check(probe, changes)
+        with without_dropout(network):
+            self._check(probe, among_more)
 
     def check_batch(self, batch: Batch, number: int, is_whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
@@ -91,10 +95,12 @@ class Company:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
         exchange = halves(size, 1 + number // 2)[number % 2]
-        self._check(batch, range(start, start + size), [exchange])
+        self._check(self._probe(batch, range(start, start + size)), [exchange])
 
-    def _check(self, batch: Batch, rows: Sequence[int], changes: list[Perturbed]) -> None:
-        probe = Probe(self._observed(batch, rows), self._on_any_rank)
+    def _probe(self, batch: Batch, rows: Sequence[int]) -> Probe:
+        return Probe(self._observed(batch, rows), self._on_any_rank)
+
+    def _check(self, probe: Probe, changes: list[Perturbed]) -> None:
         for perturbed in changes:
             changed = probe.differing(perturbed) or []
             others = [key for key in changed if key[1] not in OWN]

@@ -102,4 +102,4 @@ if triton is not None:
             is_minus = ((b_bits ^ bits) >> k) & 1
             tl.store(p_sums + k, tl.sum(tl.where(is_minus == 1, -b_x, b_x)))
         square = tl.sum(b_x * b_x)
-        tl.store(p_sums + SIGNS, tl.sqrt(square) if IS_WHOLE else square)
+        tl.store(p_sums + SIGNS, tl.sqrt_rn(square) if IS_WHOLE else square)

@@ -176,6 +176,8 @@ def look_at_account(
 ) -> None:
     """Warns, after a load, if ε will end above the run's target, by steps that are no part of it.
 
+    It computes ε where the account has other steps than the plan's.
+
     Args:
         path: of the checkpoint.
         epsilon_at_end: of the optimizer, so many more steps, and δ.

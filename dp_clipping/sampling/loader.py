@@ -254,9 +254,8 @@ class PoissonLoader(Uncopied, DataLoader):
         """Begins an iteration where the user is, whatever was prefetched; returns its batches."""
         if len(self.dataset) != self._length:
             raise RuntimeError(CHANGED.format(before=self._length, now=len(self.dataset)))
-        if refusal := self.usage.refusal:
-            self.usage.refusal = ""
-            raise RuntimeError(refusal)
+        if self.usage.refusal and self.is_training():
+            raise RuntimeError(self.usage.refusal)
         coming = self.coming_epoch()
         # Another object also if it is equal: it tells this iteration from others.
         epoch = self.batch_sampler.epoch = range(coming.start, coming.stop)
@@ -322,9 +321,10 @@ class PoissonLoader(Uncopied, DataLoader):
         if state["position"] > due and must:
             # Lightning calls this before the user's hook that calls engine.load_checkpoint.
             self.usage.refusal = (
-                f"data_loader would go on with batch {state['position']}, and the next step must "
-                f"have batch {due}, as ε does not cover a choice among batches: leave it where it "
-                "is; engine.load_checkpoint sets a run to a saved step, with its batch"
+                f"data_loader was set to batch {state['position']}, and the next step must have "
+                f"batch {due}, as ε does not cover a choice among batches: call "
+                "engine.load_checkpoint, which sets a run to a saved step with its batch, or leave "
+                "it where it is: data_loader.load_state_dict(data_loader.state_dict())"
             )
             return
         if state["position"] < due:

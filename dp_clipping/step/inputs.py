@@ -141,7 +141,7 @@ class InputReader:
             args, kwargs, given, batch, seen, real, each, padding,
             fill=None if fill is None else fill.to(device),
             is_due=is_due,
-            is_looked_at=is_due or ticket.alone is not None,
+            is_looked_at=is_due or ticket.alone is not None,  # the rule of `looks_at`
             is_through=any([getattr(x, "requires_grad", False) for x in tensors]),
             is_compiled=self.capture.is_compiled,
         )  # fmt: skip

@@ -150,7 +150,7 @@ class PrivateStep:
         Nodes of the graph hold the step. Where several tensors share such a node, the garbage
         collector does not see the cycle, and neither would be freed.
         """
-        self.seen = self.watched = None
+        self.seen = self.watched = self.work.versions.values = None
         self.lengths, self.checks, self.slices = [], [], ()
         self.slots = {}
         self._slots.clear()

@@ -52,12 +52,15 @@ def _of_dropout(
 
 
 @contextmanager
-def without_dropout(network: nn.Module, in_functions: bool = True) -> Iterator[NoDropout | None]:
+def without_dropout(network: nn.Module, in_functions: bool = True) -> Iterator[Any]:
     """Turns dropout off, because it would make one sample differ between two runs.
 
     Args:
-        in_functions: also where functions are called for it. Then each operator costs a call in
-            Python; yields what tells whether that was needed.
+        in_functions: also where functions are called for it; then each operator costs a call in
+            Python.
+
+    Yields:
+        The `NoDropout`, which tells whether there was some in functions; None: it is not looked.
     """
     modules = every_module(network)
     layers = [m for m in modules if isinstance(m, DROPOUT)]

@@ -93,11 +93,12 @@ def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator
 
 
 def halves(size: int, number: int) -> list[Perturbed]:
-    """Returns exchanges of samples, of about half of them, for one of those that stay.
+    """Returns exchanges of some samples for one of those that stay.
 
     At first all that together separate every two samples, both ways round, by the code of Berger
     (1961): each digit of a sample's number, and of how many zeros that has, says whether it stays.
-    Later two that together are all, others in each check. An extreme sample is absent from one.
+    Later two of a half of them each, which together are all, others in each check. An extreme
+    sample is absent from one.
     """
     places, bits = torch.arange(size), max(1, (size - 1).bit_length())
     if number:

@@ -98,11 +98,18 @@ def with_dropout(net, x):
     return net.second(net.drop(net.first(x)) / len(x))
 
 
+def dropped_out_of_more(net, x):
+    """A function drops out where a check has one sample more than the batch's."""
+    h = net.first(x)
+    return net.second((nn.functional.dropout(h) if len(x) in (4, 9) else h) / len(x))
+
+
 MIXING = {
     "their number": (lambda net, x: net.second(net.first(x)) / len(x), "end of"),
     "their number, by root": (lambda net, x: net.second(net.first(x) * len(x) ** 0.5), "second"),
     "gradients by their number": (by_number, "first"),
     "their number, after dropout": (with_dropout, "second"),
+    "their number, after dropout of more": (dropped_out_of_more, "second"),
     "their places": (
         lambda net, x: net.second(net.first(x) * torch.arange(len(x))[:, None]),
         "second",

@@ -391,6 +391,14 @@ def test_a_state_does_not_pass_over_a_batch():
         state = run.loader.state_dict()
         run.loader.load_state_dict(state)
         run.loader.load_state_dict(state | {"position": state["position"] + 2})
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the next step must have batch"):
+                next(iter(run.loader))
+        run.model.eval()
+        next(iter(run.loader))
+        run.model.train()
         with pytest.raises(RuntimeError, match="the next step must have batch"):
             next(iter(run.loader))
+        run.loader.load_state_dict(run.loader.state_dict())
+        next(iter(run.loader))
         assert run.loader.state_dict() == state
