@@ -16,6 +16,7 @@ DROPOUTS = {
     torch.dropout, functional.dropout, functional.dropout1d, functional.dropout2d,
     functional.dropout3d, functional.alpha_dropout, functional.feature_alpha_dropout,
 }  # fmt: skip
+ATTENTION = "attn_mask", "dropout_p", "is_causal"  # arguments behind query, key and value
 
 
 class NoDropout(TorchFunctionMode):
@@ -39,9 +40,6 @@ class NoDropout(TorchFunctionMode):
         if function is multi_head_attention_forward:  # inside of it this mode is off
             self.was_needed, kwargs = True, {**(kwargs or {}), "training": False}
         return function(*args, **(kwargs or {}))
-
-
-ATTENTION = "attn_mask", "dropout_p", "is_causal"  # behind query, key and value
 
 
 def _of_dropout(
