@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples.audit_faults import FAULTS
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import option, program
 from dp_clipping import PrivacyEngine
 
 DELTA = 1e-5
@@ -35,17 +35,9 @@ class Options:
     skip: str | None = option(None, "one of both attacks", choices=("audit", "record_sums"))
 
 
-@ending_quietly
-def main(arguments: list[str] | None = None) -> int:
-    """Prints both reports; returns 1 if one of them has found a fault, and 2 for bad input."""
-    options = parse_options(Options, arguments, prog="audit", description=__doc__)
-    try:
-        return attack(options)
-    except ValueError as error:
-        return refuse("audit", error)
-
-
-def attack(options: Options) -> int:
+@program("audit", Options)
+@bad_input()
+def main(options: Options) -> int:
     """Prints both reports; returns 1 if one of them has found a fault."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))

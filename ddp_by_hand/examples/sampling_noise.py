@@ -5,14 +5,13 @@ Nothing is trained: `make_private_with_epsilon` finds σ, which depends on publi
 
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_by_hand.measure.command_line import ending_quietly, refuse
-from ddp_by_hand.measure.options import option, parse_options, positive, requires
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import option, positive, program, requires
 from dp_clipping import PrivacyEngine
 
 
@@ -51,20 +50,16 @@ def noise_for(sampling: str, epochs: int, epsilon: float, options: Options) -> f
     return optimizer.noise_multiplier
 
 
-@ending_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for bad input."""
-    options = parse_options(Options, arguments, prog="sampling_noise", description=__doc__)
+@program("sampling_noise", Options)
+@bad_input()
+def main(options: Options) -> int:
     samplings = ("poisson", "truncated_poisson", "balls_in_bins", "cyclic")
     print("| epochs | ε |", " | ".join(samplings), "|")
     print("| --- " * (2 + len(samplings)) + "|")
-    try:
-        for epochs in options.epochs:
-            for epsilon in options.epsilons:
-                found = [f"{noise_for(s, epochs, epsilon, options):.3f}" for s in samplings]
-                print(f"| {epochs} | {epsilon:g} |", " | ".join(found), "|", flush=True)
-    except ValueError as error:
-        return refuse("sampling_noise", error)
+    for epochs in options.epochs:
+        for epsilon in options.epsilons:
+            found = [f"{noise_for(s, epochs, epsilon, options):.3f}" for s in samplings]
+            print(f"| {epochs} | {epsilon:g} |", " | ".join(found), "|", flush=True)
     return 0
 
 
