@@ -38,7 +38,7 @@ KINDS = {
 
 
 class Rules:
-    """What the events of a trace are, by the rules above."""
+    """Sorts the events of a trace into computation and communication, by the rules above."""
 
     basis = BASIS
 

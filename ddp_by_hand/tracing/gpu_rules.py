@@ -54,7 +54,7 @@ class Work:
 
 
 class Rules:
-    """What the events of a trace are, by the rules above."""
+    """Sorts the events of a trace into computation and communication, by the rules above."""
 
     basis = BASIS
 

@@ -1,4 +1,4 @@
-"""What is a module's own: parameters apart from those of layers that it calls, and methods."""
+"""Tells which parameters are a module's own, not those of layers that it calls, and its methods."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache

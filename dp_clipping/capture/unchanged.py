@@ -1,4 +1,4 @@
-"""What must stay as it was at `make_private`: each step looks at it, and raises if it changed.
+"""Raises an error in a step if something has changed that must stay as it was at `make_private`.
 
 UnchangedLayers        what layers compute with, and that frozen normalizations stay so
 UnchangedParameters    which parameters there are and are trained, their dtypes and hooks
@@ -26,7 +26,7 @@ IS_TRAINED = attrgetter("requires_grad")
 
 
 class UnchangedLayers:
-    """What the captured modules of a network compute with, and its frozen normalizations."""
+    """Remembers what captured modules compute with, and which normalizations are frozen."""
 
     def __init__(self, capture: CapturedNetwork):
         modules = list(capture.network.named_modules())

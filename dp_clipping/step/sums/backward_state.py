@@ -1,4 +1,4 @@
-"""What accompanies one backward: plans of its layers, norms of what these leave, and versions.
+"""Holds the state of one backward: plans of its layers, norms of what these leave, and versions.
 
     PlainPlans    how each linear layer is handled: in a step on kernels, `layer_plans`
     StepNorms     norms by parameter, and their sums over ranks that have parts of it

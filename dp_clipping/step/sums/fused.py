@@ -56,6 +56,7 @@ from dp_clipping.planning.cost_model import ACCUMULATE, GRAM, INSTANTIATE
 from dp_clipping.profiling.profile import NOTHING
 from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.clipped_sums import Table, clipped_sums
+from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import allocated, version_of
 
@@ -73,7 +74,7 @@ class Fused(Work):
     """The work of one batch on kernels."""
 
     fused = True
-    plans: Any  # `layer_plans.FusedPlans`
+    plans: FusedPlans
 
     def begin(self, losses: Tensor, clip_norms: Tensor, accumulate: Accumulate) -> None:
         super().begin(losses, clip_norms, accumulate)

@@ -190,7 +190,7 @@ def test_refusals(context: Context) -> None:
 @pytest.mark.parametrize("name", [NAME, "fsdp"])
 @on_ranks(2)
 def test_frozen_parameters_are_given_too(context: Context, name: str) -> None:
-    """As `network.parameters()` has them; a state numbers them like the plain optimizer's."""
+    """Gives those of `network.parameters()`, which a state numbers like the plain optimizer's."""
     network = Chain()
     network.layers[1].requires_grad_(False)
     pair = Beside(context, name, network)

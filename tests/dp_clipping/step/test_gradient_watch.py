@@ -40,7 +40,7 @@ def three_layers(again):
 
 @pytest.mark.parametrize("way", ["freeze", "checkpoint", None, "after what is frozen"])
 def test_a_backward_of_the_network_s_own_is_named(way):
-    """What the message says instead, a checkpoint, works."""
+    """Refuses it by name; the checkpoint that the message gives works."""
 
     def again(x, layer):
         if way == "checkpoint":
