@@ -173,6 +173,11 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
+def saves_by_hooks() -> bool:
+    """Returns whether a context says how autograd saves tensors, as checkpointing does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def shape_at(node: Any, number: int) -> tuple[int, ...] | None:
     """Returns the shape of an output of a node in an autograd graph; None: it is not known."""
     metadata = getattr(node, "_input_metadata", ())
