@@ -13,6 +13,7 @@ then loads several samples at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -89,10 +90,14 @@ def _launch(
     splits = min(max(1, PROGRAMS // starts[-1]), -(-batch_size // (UNROLLED * samples)))
     share = -(-batch_size // splits)
     splits = -(-batch_size // share)
-    parts = []
-    for n, (_, total, _, _) in enumerate(rows):
-        parts.append(total if splits == 1 else total.new_empty(splits, *total.shape))
-        words[4 * n + 1] = parts[n].data_ptr()
+    if splits == 1:
+        words[1::4] = [total.data_ptr() for _, total, _, _ in rows]
+    else:  # parts [splits, size] of every sum, in one allocation
+        sizes = (-(-splits * size // ALIGNED) * ALIGNED for _, _, size, _ in rows)
+        *offsets, numel = accumulate(sizes, initial=0)
+        parts = coefficients.new_empty(numel)
+        first, itemsize = parts.data_ptr(), parts.element_size()
+        words[1::4] = [first + itemsize * offset for offset in offsets]
     numbers = kept_table_on(coefficients.device, (*starts, *words))
     launch(
         _weighted_sum_kernel, (starts[-1], splits),
@@ -103,9 +108,7 @@ def _launch(
     )  # fmt: skip
     if splits > 1:
         ones = coefficients.new_ones(1, splits)
-        rows = [
-            (p.data_ptr(), total, n, 0) for p, (_, total, n, _) in zip(parts, rows, strict=True)
-        ]
+        rows = [(at, total, n, 0) for at, (_, total, n, _) in zip(words[1::4], rows, strict=True)]
         _launch(rows, ones, torch.float32, aligned, width if splits >= MANY else BLOCK)
 
 
