@@ -22,31 +22,28 @@ The output names what ε does not cover: the loss on held-out rows.
 
 import shlex
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 
-from ddp_by_hand.examples.finetune_options import parse
-from ddp_by_hand.measure.command_line import INTERRUPTED, refuse
-from ddp_by_hand.measure.extras import require
+from ddp_by_hand.examples.finetune_options import DOES, EXAMPLES, PROGRAM, Options, with_config
+from ddp_by_hand.lm.runtime import typed_command
+from ddp_by_hand.measure.command_line import INTERRUPTED, bad_input
+from ddp_by_hand.measure.options import as_arguments, program
+
+NEEDS = ("transformers", "accelerate")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(arguments)
-    try:
-        require("transformers", "accelerate")
-        from ddp_by_hand.examples.finetune_run import run  # imports transformers: seconds
+@program(PROGRAM, Options, needs=NEEDS, read=with_config, description=DOES, epilog=EXAMPLES)
+def main(options: Options) -> int:
+    """Trains, or resumes. Returns 0, or 130 after Ctrl-C."""
+    from ddp_by_hand.examples.finetune_run import run  # imports transformers: seconds
 
+    with bad_input():
         finished = run(options)
-    except (ValueError, ImportError) as error:
-        return refuse("finetune", error)
     if finished:
         return 0
-    again = [word for word in arguments if word != "--resume"]
-    print(
-        "stopped after a whole step, which is saved; to continue, bit for bit:\n"
-        f"  {shlex.join(['python', '-m', 'ddp_by_hand.examples.finetune', *again, '--resume'])}"
-    )
+    again = typed_command(PROGRAM, as_arguments(replace(options, resume=True)))
+    print(f"stopped after a whole step, which is saved; to continue, bit for bit:\n"
+          f"  {shlex.join(again)}")  # fmt: skip
     return INTERRUPTED
 
 

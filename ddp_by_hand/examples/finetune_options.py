@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ddp_by_hand.measure.command_line import refuse
-from ddp_by_hand.measure.options import flag, option, parse_options, requires
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import flag, option, requires
 
+PROGRAM = "ddp_by_hand.examples.finetune"
+DOES = (
+    "Fine-tune a causal language model privately, on the rows of a table. --config FILE reads "
+    "options from a TOML file."
+)
 RESUMABLE = ("output_dir", "resume", "device", "report_every", "save_every", "prompt", "new_tokens")
 EXAMPLES = """\
 examples:
@@ -76,20 +81,11 @@ class Options:
 # fmt: on
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Parses the command line; an invalid option ends it with one line and status 2."""
-    return parse_options(
-        Options, with_config(arguments), prog="finetune", epilog=EXAMPLES,
-        description="Fine-tune a causal language model privately, on the rows of a table. "
-        "--config FILE reads options from a TOML file.",
-    )  # fmt: skip
-
-
 def with_config(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with those of `--config FILE` before them.
 
     Raises:
-        SystemExit: with status 2 and a line that names the file.
+        BadInput: the file cannot be read, or has what is no option.
     """
     words = [
         part
@@ -99,12 +95,10 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     if "--config" not in words:
         return words
     at = words.index("--config")
-    try:
+    with bad_input():
         if at + 1 == len(words):
             raise ValueError("--config: give a file, --config run.toml")
         return _words_of(Path(words[at + 1])) + words[:at] + words[at + 2 :]
-    except ValueError as error:
-        raise SystemExit(refuse("finetune", error)) from None
 
 
 def _words_of(path: Path) -> list[str]:

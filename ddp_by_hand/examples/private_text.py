@@ -26,7 +26,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp import wrap
-from ddp_by_hand.examples.private_text_options import RESUMABLE, Options, parse
+from ddp_by_hand.examples.private_text_options import (
+    DOES,
+    EXAMPLES,
+    PROGRAM,
+    RESUMABLE,
+    Options,
+)
 from ddp_by_hand.examples.private_text_picture import draw_training
 from ddp_by_hand.lm.data import open_data
 from ddp_by_hand.lm.model import ModelConfig, Transformer
@@ -51,14 +57,14 @@ from ddp_by_hand.lm.runtime import (
     launched_world_size,
     process_group,
     seed_everything,
+    typed_command,
 )
 from ddp_by_hand.lm.schedule import learning_rate
-from ddp_by_hand.measure.command_line import refuse
-from ddp_by_hand.measure.extras import MissingExtra, require
+from ddp_by_hand.measure.command_line import INTERRUPTED, bad_input
 from ddp_by_hand.measure.files import append_line, read_lines, replacing, write_atomically
+from ddp_by_hand.measure.options import as_arguments, program
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
-INTERRUPTED = 130
 HELD_OUT = 20  # one sequence of so many is never trained on: the last ones of the text
 EVALUATED = 1024  # of these, so that looking does not take longer than training
 WARMUP_STEPS = 20
@@ -75,23 +81,24 @@ class Text:
     digest: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(arguments)
+@program(PROGRAM, Options, needs=("matplotlib",), description=DOES, epilog=EXAMPLES)
+def main(options: Options) -> int:
+    """Trains, or goes on from a checkpoint. Returns 0, or 130 after Ctrl-C."""
     warnings.filterwarnings("ignore", message="Optimal order is the")  # in the search for the noise
-    try:
-        require("matplotlib")
+    with bad_input():
         text = cut_sequences(options.data, options.context_length)
         settings = public_settings(options, text)
         check_folder(options.output_dir, settings, text)
+        find_hardware(options.device)
+    try:
         with this_device(options.device) as device:
-            Training(options, settings, text, device).run()
-    except (ValueError, MissingExtra) as error:
-        return refuse("private_text", error)
+            with bad_input():
+                training = Training(options, settings, text, device)
+            training.run()
     except KeyboardInterrupt:
         if launched_rank() == 0:
-            print(f"\nstopped; to continue from the last checkpoint:\n  {command(arguments)}")
+            again = shlex.join(typed_command(PROGRAM, as_arguments(options)))
+            print(f"\nstopped; to continue from the last checkpoint:\n  {again}")
         return INTERRUPTED
     return 0
 
@@ -168,14 +175,6 @@ def this_device(choice: str) -> Iterator[torch.device]:
         return
     with process_group(find_hardware(choice), timeout_s=300) as worker:
         yield worker.device
-
-
-def command(arguments: Sequence[str]) -> str:
-    """Returns the command line that started this run."""
-    start = "python"
-    if launched() and launched_world_size() > 1:
-        start = f"torchrun --nproc_per_node={launched_world_size()}"
-    return f"{start} -m ddp_by_hand.examples.private_text {shlex.join(arguments)}".rstrip()
 
 
 class Training:

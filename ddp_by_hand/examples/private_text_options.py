@@ -1,13 +1,14 @@
 """The command line of `examples.private_text`: every option with its unit, default and effect."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_by_hand.measure.options import option, parse_options, requires
+from ddp_by_hand.measure.options import option, requires
 from dp_clipping import MODES
 
+PROGRAM = "ddp_by_hand.examples.private_text"
+DOES = "Train a small transformer on text under a stated (epsilon, delta)."
 PRIVATE_MODES = tuple(mode for mode in MODES if mode != "no_dp")
 # May differ between a run and its resume: they change where and when, not what is computed.
 RESUMABLE = ("output_dir", "device", "max_physical_batch_size", "report_every", "checkpoint_every")
@@ -71,11 +72,3 @@ class Options:
     checkpoint_every: int = option(20, metavar="N", check=_count,
         help="steps between two checkpoints; a kill costs at most so many")
 # fmt: on
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Parses the command line; an invalid option ends it with one line and status 2."""
-    return parse_options(
-        Options, arguments, prog="private_text", epilog=EXAMPLES,
-        description="Train a small transformer on text under a stated (epsilon, delta).",
-    )  # fmt: skip

@@ -17,6 +17,7 @@ is wrong is one line that names the option, and exit status 2.
 import functools
 import inspect
 import math
+import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
@@ -121,8 +122,9 @@ def parse_options(
 
 
 def program(
-    name: str, kind: type[Options], *, needs: Sequence[str] = (), **texts: Any
-) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
+    name: str, kind: type[Options], *, needs: Sequence[str] = (),
+    read: Callable[[Sequence[str]], Sequence[str]] | None = None, **texts: Any,
+) -> Callable[[Callable[[Options], int]], Callable[..., int]]:  # fmt: skip
     """Decorates `main(options)` of a program, which then takes arguments, as `parse_options` does.
 
     BadInput ends it with one line and status 2; see `ending_quietly` for its other ends. What
@@ -130,6 +132,7 @@ def program(
 
     Args:
         name: the module's, by which it is started.
+        read: makes the arguments that are parsed of those that are given.
         needs, texts: as for `parse_options`.
     """
 
@@ -139,8 +142,10 @@ def program(
         def run(arguments: Sequence[str] | None = None) -> int:
             texts.setdefault("description", inspect.unwrap(main).__globals__["__doc__"])
             called = program_name(name)
-            options = parse_options(kind, arguments, needs=needs, prog=called, **texts)
             try:
+                if read is not None:
+                    arguments = read(sys.argv[1:] if arguments is None else arguments)
+                options = parse_options(kind, arguments, needs=needs, prog=called, **texts)
                 return main(options)
             except BadInput as error:
                 return refuse(called, error)

@@ -168,7 +168,8 @@ class TestStops:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 130, err
         assert "Traceback" not in err
-        assert f"python -m ddp_by_hand.examples.private_text {TINY[0]}" in out
+        assert "python -m ddp_by_hand.examples.private_text --" in out
+        assert f"{TINY[0]} {TINY[1]}" in out
         assert str(tmp_path / "run") in out
 
     @pytest.mark.slow
