@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.runtime import find_hardware, launched, process_group
-from ddp_by_hand.measure.command_line import Parser, refuse
+from ddp_by_hand.measure.command_line import Parser, ending_quietly, refuse
 from ddp_by_hand.measure.extras import require
 
 ENGINES = ("dp_clipping", "opacus")
@@ -315,6 +315,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+@ending_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
