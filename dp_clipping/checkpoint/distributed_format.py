@@ -148,6 +148,8 @@ class SafeReader(dcp.FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # Python 3.13 calls it so
+            module = "pathlib"
         known = (module, name) in SAFE
         if not known and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             known = True

@@ -1,6 +1,5 @@
 """Runs a module for each sample with a copy of the parameters: under `torch.vmap`, or in turn."""
 
-from contextlib import nullcontext
 from contextvars import ContextVar
 from operator import is_
 from typing import Any
@@ -53,14 +52,14 @@ def every_sample(
     before = Objects(self, args, kwargs) if handle.private_step is None else None
     if handle.one_by_one:
         return call.joined(_in_a_loop(call, copies))
-    # PyTorch does not notice under vmap that a mask (a relative position bias) needs a gradient,
-    # and chooses a kernel without.
-    masks: Any = nullcontext() if is_traced else sdpa_kernel(SDPBackend.MATH)
     try:
-        with masks, nullcontext() if is_traced else _Padding():
-            places = [None if layout.kind == "shared" else 0 for layout in call.layouts]
-            run = torch.vmap(call, (0, *places), randomness="different")
-            outputs = call.joined(run(copies, *call.rows))
+        if is_traced:
+            outputs = call.in_vmap(copies)
+        else:
+            # PyTorch does not notice under vmap that a mask (a relative position bias) needs a
+            # gradient, and chooses a kernel without.
+            with sdpa_kernel(SDPBackend.MATH), _Padding():
+                outputs = call.in_vmap(copies)
         if before is not None:  # not in other objects: nobody reads a cache in training
             given = filter(held_by, tree_leaves((args, kwargs)))
             if Objects(*given).left_since(before):
@@ -210,6 +209,12 @@ class _OneSample:
             "runs sample by sample, so the batch's would not be there: return it from the module's "
             "forward, as return y, memory",
         )
+
+    def in_vmap(self, copies: dict[str, Tensor]) -> Any:
+        """Returns the outputs of the whole batch, by `torch.vmap`."""
+        places = [None if layout.kind == "shared" else 0 for layout in self.layouts]
+        run = torch.vmap(self, (0, *places), randomness="different")
+        return self.joined(run(copies, *self.rows))
 
     def joined(self, outputs: tuple[Tensor, ...]) -> Any:
         """Returns the outputs of the whole batch."""
