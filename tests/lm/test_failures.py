@@ -69,10 +69,9 @@ def test_an_assertion_without_a_message_in_a_hook_of_backward(mine):
     assert locate(error, own) == "mine.py:5 in fail: assert x is None"
     lines = describe_traceback(error, own).splitlines()
     assert "mine.py" in lines[1] or "test_failures" in lines[1]
-    assert [line.strip() for line in lines if line.strip() in SOURCE] == [
-        "fail(parameter)",
-        "assert x is None",
-    ]
+    source = set(map(str.strip, SOURCE.splitlines()))
+    shown = [line.strip() for line in lines if line.strip() in source]
+    assert shown == ["fail(parameter)", "assert x is None"]
     assert lines[-1] == "AssertionError"
     assert not any("autograd/graph.py" in line for line in lines[:2])
 

@@ -1,5 +1,6 @@
 """Peak memory of a private step beside an ordinary one's: live bytes of tensors, on the host."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from unittest.mock import patch
@@ -39,8 +40,10 @@ class Live(TorchDispatchMode):
             return
         self.known[storage._cdata] = storage.nbytes()
         self.bytes += storage.nbytes()
-        self.peak = max(self.peak, self.bytes)
         weakref.finalize(storage, self._forget, storage._cdata)
+        if self.bytes > self.peak:
+            gc.collect()  # Triton's interpreter leaves operands in cycles
+            self.peak = max(self.peak, self.bytes)
 
     def _forget(self, number: int) -> None:
         self.bytes -= self.known.pop(number)
@@ -49,6 +52,7 @@ class Live(TorchDispatchMode):
 def peak_of(step: Callable[[], object]) -> int:
     """Bytes at the peak of a step, with those that the package asks the allocator for."""
     step()  # places of samples, tables
+    gc.freeze()  # so that a collection looks at objects of this step alone
     with Live() as live:
         now = lambda device: live.bytes  # noqa: E731
         with (
@@ -61,6 +65,7 @@ def peak_of(step: Callable[[], object]) -> int:
             patch.object(work.Work, "_has_room", lambda own: False),
         ):
             step()
+    gc.unfreeze()
     return live.peak
 
 
