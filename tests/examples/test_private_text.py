@@ -20,7 +20,6 @@ from ddp_by_hand.examples import private_text
 from ddp_by_hand.examples.private_text_picture import draw_training
 from dp_clipping.checkpoint.file_format import key_path
 from dp_clipping.noise.keys import read_keys
-from tests.support.wrong_input import is_one_line
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -196,28 +195,6 @@ class TestStops:
 
 
 class TestWrongInput:
-    @pytest.mark.parametrize(
-        ("wrong", "says"),
-        [
-            (["--epsilon", "0"], "--epsilon is 0.0: give a finite number above 0"),
-            (["--epsilon", "nan"], "--epsilon is nan"),
-            (["--delta", "1"], "--delta is 1.0: give a number between 0 and 1"),
-            (["--delta", "0.01"], "--delta is 0.01, not below 1/sequences"),
-            (["--batch-size", "0"], "--batch-size is 0: give 1 or more"),
-            (["--batch-size", "100000"], "--batch-size is 100000, and there are"),
-            (["--num-heads", "3"], "num_heads is 3, which does not divide d_model 8"),
-            (["--context-length", "5000"], "give more text or a shorter context"),
-            (["--data", "/nowhere"], "--data '/nowhere' does not exist"),
-            (["--data", "synthetic"], "--data synthetic is no text"),
-            (["--mode", "no_dp"], "argument --mode: invalid choice: 'no_dp'"),
-            (["--max-grad-norm", "-1"], "--max-grad-norm is -1.0"),
-            (["--seed", "-1"], "--seed is -1: give 0 or more"),
-        ],
-    )
-    def test_is_one_line_and_status_2(self, letters, tmp_path, capsys, wrong, says):
-        is_one_line(private_text.main, arguments(letters, tmp_path / "run", *wrong), says, capsys)
-        assert not (tmp_path / "run").exists()
-
     def test_a_folder_of_another_run_is_refused(self, finished, capsys):
         letters, folder, _ = finished
         assert private_text.main(arguments(letters, folder, "--epsilon", "3")) == 2

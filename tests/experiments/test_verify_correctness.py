@@ -414,36 +414,6 @@ def test_fused_kernels_in_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--use-tp", "--num-processes", "3"], "which 3 tensor-parallel ranks do not divide"),
-        (["--use-fsdp", "--use-tp", "--num-processes", "2"], "start 4 ranks"),
-        (["--use-fsdp", "--use-tp", "--num-processes", "5"], "another multiple of 2"),
-        (["--modes", "no_dp"], "flash_bookkeeping"),
-        (["--dtype", "float16"], "bfloat16"),
-        (["--backend", "mpi"], "'gloo', 'nccl'"),
-        (["--num-processes", "0"], "--num-processes 0: give a positive number"),
-        (["--timeout", "inf"], "--timeout inf"),
-        (["--enable-nothing"], "--enable-nothing"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, said, capsys):
-    status, text = run(capsys, *arguments)
-    assert status == 2
-    assert said in text
-    assert text.count("\n") == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_nccl_needs_a_gpu(capsys):
-    status, text = run(capsys, "--backend", "nccl")
-    assert status == 2
-    assert "--backend nccl" in text
-    assert "--device" not in text
-    assert text.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "gpus", "ranks"),
     [
         ([], 0, 1), ([], 8, 1), (["--num-processes", "3"], 8, 3), (["--use-tp"], 8, 8),
