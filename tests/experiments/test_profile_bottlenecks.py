@@ -378,15 +378,6 @@ def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, chang
     )
 
 
-def test_an_early_interruption_is_one_line(tmp_path, capsys):
-    with patch(
-        "ddp_by_hand.experiments.profile_bottlenecks.__main__.check_model",
-        side_effect=KeyboardInterrupt,
-    ):
-        assert main(["--cpu", "--output-dir", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 def check_report(text: str, row: dict) -> None:
     """Phases as they were measured, and nothing about options that there are not."""
     page = Page(text)
@@ -402,25 +393,3 @@ def check_report(text: str, row: dict) -> None:
     glance = page.text[page.text.index("At a glance\n") :]
     assert glance.index("64 tokens are bound by memory") < glance.index("3 cells: ")
     assert any("oom" in row.values() for row in page.rows("Not measured").values())
-
-
-@pytest.mark.slow
-def test_command(tmp_path, capfd):
-    """On one process, two lengths, both modes of sums."""
-    for number, flags in enumerate((["--bookkeeping"], [])):
-        folder = tmp_path / str(number)
-        arguments = [
-            "--cpu",
-            "--num-processes",
-            "1",
-            "--seq-lengths",
-            "16",
-            "32",
-            "--num-iter",
-            "2",
-        ]
-        assert main([*arguments, *flags, "--output-dir", str(folder)]) == 0
-        text = (folder / "summary.txt").read_text()
-        assert "Verdict: 32 tokens are bound by" in text
-        assert ("second backward" in text) == (not flags)
-        assert "collectives" not in text

@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -334,19 +332,6 @@ def test_a_wrong_case_on_ranks_is_the_exit_status(tmp_path):
     assert "Traceback" not in found.stderr
 
 
-def test_ctrl_c_is_quiet(capsys, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    for place in (command, "prepare"), (private_step.PrivateStep, "backward"):
-        with monkeypatch.context() as patch:
-            patch.setattr(*place, stop)
-            status, text = run(capsys, "--modes", "ghost")
-        assert status == 130
-        assert text.splitlines()[-1] == "interrupted"
-        assert len(text.splitlines()) <= 2
-
-
 def test_ctrl_c_shows_what_is_finished(capsys, monkeypatch):
     right, begun = step_module.check, []
 
@@ -382,22 +367,6 @@ def test_one_rank_on_the_cpu_is_told_how_to_start_two(capfd, monkeypatch):
     text = capfd.readouterr().out
     assert "one rank shares nothing: --num-processes 2 checks two on the CPU" in text
     assert "--backend" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--use-tp",)], ids=["alone", "ranks"])
-def test_ctrl_c_in_the_middle(arguments):
-    """How it is answered while modules are imported is in tests/lm/test_interrupt.py."""
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.readline()
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=300)
-    # Shells report both as 130. Python ends by the signal where it came in code made from text.
-    assert process.returncode in (130, -signal.SIGINT)
-    assert error == "interrupted\n"
 
 
 @pytest.mark.slow
