@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings, recorded
@@ -35,6 +34,7 @@ from ddp_by_hand.measure.options import parse_options
 from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
 from tests.support.alone import Watching, worker_of
+from tests.support.drawn import check_texts
 from tests.support.page import Page
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
@@ -292,19 +292,7 @@ def test_texts_of_the_picture_do_not_overlap(slow_row, changed):
     rows = [row | changed for row in grown(slow_row)]
     rows.append(failure(slow_row) | {"seq_length": 128})
     figure = plot.figure_of(rows, 600.0)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    boxes = [
-        (t.get_text(), t.get_window_extent(canvas.get_renderer()))
-        for t in figure.findobj(Text)
-        if t.get_text().strip() and t.get_visible()
-    ]
-    size = figure.bbox
-    for name, box in boxes:
-        assert box.x0 >= 0 and box.x1 <= size.x1 and box.y0 >= 0 and box.y1 <= size.y1, name  # noqa: PT018
-    for i, (name, box) in enumerate(boxes):
-        for other, beside in boxes[i + 1 :]:
-            assert not box.overlaps(beside), (name, other)
+    check_texts(figure, figure.findobj(Text), apart=True)
 
 
 @pytest.mark.parametrize("limit", [None, 600.0, 140_000.0])
