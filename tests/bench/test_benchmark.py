@@ -229,6 +229,14 @@ def test_the_default_folder_is_new_and_says_when(tmp_path):
 
 
 @pytest.mark.slow
+def test_compiled_blocks_are_proved_and_timed(tmp_path):
+    run = benchmark("--compile", "--implementations", "none", "ddp_bucketed", "torch_ddp",
+                    "--timeout", "200", "--output-dir", tmp_path)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert float(table_of(run.stdout)["ddp_bucketed"].split()[1]) <= 1e-6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["mixed", "bfloat16"])
 def test_sixteen_bit(tmp_path, dtype):
     run = benchmark("--dtype", dtype, "--output-dir", tmp_path)

@@ -104,11 +104,6 @@ def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid
     result = json.loads((folder / "flash_bookkeeping_fsdp_seq16_result.json").read_text())
     row = page.rows("Step time")["flash_bookkeeping_fsdp"]
     assert float(row["median ms"]) == pytest.approx(result["median_time_ms"], rel=1e-3)
-    part = page.rows("Parts of a step")["flash_bookkeeping_fsdp"]
-    expected = result["phases"]["forward_backward_ms"]
-    assert float(part["median ms"]) == pytest.approx(expected, rel=1e-3)
-    peak = page.rows("Memory")["flash_bookkeeping_fsdp"]["peak MiB"]
-    assert float(peak.replace(",", "")) == pytest.approx(result["peak_memory_mb"], abs=0.5)
     assert len(page.pictures) == len(PICTURES)
     words = as_arguments(parse_options(Options, arguments))
     command = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *words])
