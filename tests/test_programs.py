@@ -15,7 +15,8 @@ from tests.support.wrong_input import is_one_line
 
 FILES = {  # in the folder in which each row runs
     "binary.txt": b"a\0b" * 1000, "empty.txt": b"", "short.txt": b"abc",
-    "broken.py": b"import nothing_of_that_name",
+    "broken.py": b"import nothing_of_that_name", "key.py": b"\nx = {}\ny = x['no']\n",
+    "syntax.py": b"a = 1\ndef f(:\n", "exit.py": b"import sys\nsys.exit(0)\n",
     "plugin.py": b"import torch\nclass Right(torch.nn.Module):\n  def forward(self): pass\n",
     "old/results.jsonl": b'{"schema_version": 0}\n', "noise/results.jsonl": b"not json\n",
     "folder/results.jsonl/x": b"",
@@ -54,6 +55,9 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--implementations plugin.py": "plugin.py: name its class too, as plugin.py:ClassName",
         "--implementations plugin.py:Right": "--implementations.*finish_gradient_synchronization",
         "--implementations broken.py:X": "--implementations.*nothing_of_that_name",
+        "--implementations key.py:X": r"KeyError\('no'\), at .*:3: y = x\['no'\]",
+        "--implementations syntax.py:X": r"SyntaxError.*, at .*:2: def f\(:",
+        "--implementations exit.py:X": r"SystemExit\(0\), at .*:2: sys.exit\(0\)",
         "--implementations empty.txt:X": "--implementations.*not a Python file",
         "--implementations ddp none ddp": "--implementations: ddp appears twice",
         "--implementations ddp+bucket_views": r"ddp has no option bucket_views",

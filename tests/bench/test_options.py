@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ddp_by_hand.bench.options import EXAMPLES
 from ddp_by_hand.bench.settings import settings_from, source_digest
 from ddp_by_hand.bench.worker import plan
 from ddp_by_hand.measure import SCHEMA_VERSION
-from tests.support.benchmark_command import forked_benchmark, parse
+from tests.support.benchmark_command import parse
 
 CPU = ["--device", "cpu"]
 
@@ -35,13 +34,6 @@ def test_a_folder_without_permission(no_workers, capfd, monkeypatch):
     assert command.main([*CPU, "--output-dir", "new", "--dry-run"]) == 2
     assert "--output-dir new: cannot be written to (Permission denied)" in capfd.readouterr().err
     assert not Path("new").exists()
-
-
-def test_the_script_itself_exits_with_2():
-    run = forked_benchmark("--implementations", "nope")
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("mode", [[], ["--profile"]])
@@ -134,21 +126,3 @@ def test_a_plugin_alone_is_called_by_its_class(tmp_path):
         "cpu", tmp_path,
     )  # fmt: skip
     assert [subject.file_stem for subject in settings.subjects] == ["ddp", "Mine"]
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("import torch\nx = {}\ny = x['no']\n", r"KeyError\('no'\), at .*:3: y = x\['no'\]"),
-        ("a = 1\ndef f(:\n", "SyntaxError.*, at .*:2: def f\\(:"),
-        ("import sys\nsys.exit(0)\n", "SystemExit\\(0\\), at .*:2: sys.exit\\(0\\)"),
-    ],
-)
-def test_a_plugin_that_cannot_be_imported_is_refused_with_its_line(
-    no_workers, tmp_path, capfd, source, said
-):
-    (tmp_path / "mine.py").write_text(source)
-    assert command.main([*CPU, "--implementations", f"{tmp_path}/mine.py:Mine"]) == 2
-    error = capfd.readouterr().err
-    assert re.search(said, error), error
-    assert error.count("\n") == 1
