@@ -199,9 +199,6 @@ def test_programs_take_the_commands_of_documents(path):
     ("command", "error", "says"),
     [
         ("python -m ddp_by_hand.measure.compare A B --treshold 0.05", SystemExit, "--treshold"),
-        ("python -m ddp_by_hand.measure.report A a comment", SystemExit, "comment"),
-        ("python -m docs.draw_flash --size 3", SystemExit, "--size"),
-        ("X=1 python benchmark_ddp.py --dtype float3", SystemExit, "'float3'"),
         ("python benchmark_ddp.py --clipping bookkeping", ValueError, ""),
         ("torchrun --nproc_per_node=2 benchmark_ddp.py --rounds x", SystemExit, "'x'"),
         ("torchrun --procs=2 benchmark_ddp.py", SystemExit, "--procs"),

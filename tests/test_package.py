@@ -170,7 +170,10 @@ def test_a_script_is_what_python_m_starts(script, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_what_is_installed_from_the_source_distribution_works(tmp_path):
-    """Away from the clone: README's example, an exercise, the benchmark, the verifier."""
+    """Away from the clone: README's example, an exercise, the benchmark, the verifier.
+
+    Only the packages are there, with their marks for type checkers, and what programs read.
+    """
     source, away, python = tmp_path / "source", tmp_path / "away", tmp_path / "env/bin/python"
     copy_source(source)
     away.mkdir()
@@ -188,7 +191,13 @@ def test_what_is_installed_from_the_source_distribution_works(tmp_path):
         r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S
     )
     assert 0 < float(run([python, "-c", example], cwd=away)) < 5
+    own = {path.name for path in site.iterdir() if path.suffix not in (".dist-info", ".pth")}
+    assert own == set(PACKAGES)
+    for package in PACKAGES:
+        assert (site / package / "py.typed").is_file()
+        assert files_of(site, package) == files_of(ROOT, package)
     scripts = python.parent
+    assert set(PROJECT["scripts"]) <= {path.name for path in scripts.iterdir()}
     run([scripts / "ddp-exercise", "start", "plan"], cwd=away)
     checked = [scripts / "ddp-exercise", "check", "plan", "my_plan.py"]
     assert "0 of 7 right" in run(checked, cwd=away, status=1)
@@ -210,21 +219,6 @@ def run(command: list, cwd: Path, status: int = 0) -> str:
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_only_the_packages_are_installed(tmp_path):
-    """With their marks for type checkers, every folder of theirs, and what programs read."""
-    source, target = tmp_path / "source", tmp_path / "target"
-    copy_source(source)
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", str(target), str(source)], check=True)
-    folders = {path.name for path in target.iterdir() if path.suffix != ".dist-info"}
-    assert folders == {*PACKAGES, "bin"}
-    assert {path.name for path in (target / "bin").iterdir()} == set(PROJECT["scripts"])
-    for package in PACKAGES:
-        assert (target / package / "py.typed").is_file()
-        assert files_of(target, package) == files_of(ROOT, package)
 
 
 def test_the_version_is_one():

@@ -125,11 +125,3 @@ def test_under_torchrun_the_cause_is_named_once_and_recorded(tmp_path, name):
     assert len(causes(run)) == 1
     assert re.search(ROWS[name].partition(": rank 1: ")[2], causes(run)[0])
     assert rows_of(tmp_path)[name]["status"] == ROWS[name].partition(":")[0]
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path):
-    run = run_with(tmp_path, "Killed", launcher=TORCHRUN)
-    assert run.returncode == 1
-    assert "Signal 9 (SIGKILL) received" in run.stderr
-    assert rows_of(tmp_path)["none"]["status"] == "ok"

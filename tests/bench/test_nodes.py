@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from tests.bench.test_clipping import lines_of
 from tests.support.benchmark_command import PLUGINS, benchmark, finish, launch, table_of
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -82,29 +83,20 @@ def start_nodes(two_hosts, folders, *arguments):
 
 @pytest.mark.slow
 def test_two_nodes(two_hosts, tmp_path):
+    """Replicated and sharded, ordinary and private."""
     folders = [tmp_path / "first", tmp_path / "second"]
-    runs = [finish(process) for process in start_nodes(two_hosts, folders, *NAMES)]
+    names = ["--implementations", "none", "ddp_bucketed", "fsdp2", "tp"]
+    modes = ["--clipping", "none", "bookkeeping"]
+    runs = [finish(process) for process in start_nodes(two_hosts, folders, *names, *modes)]
     assert [run.returncode for run in runs] == [0, 0], runs
     printed = [bool(run.stdout) for run in runs]
     assert sorted(printed) == [False, True]
     first = printed.index(True)  # the rendezvous decides which node has rank 0
-    table = table_of(runs[first].stdout)
-    assert list(table) == NAMES[1:]
-    assert all(float(row.split()[1]) <= 1e-6 for row in table.values())
+    table = lines_of(runs[first].stdout)
+    assert set(table) == {(name, mode) for name in names[1:] for mode in modes[1:]}
+    assert all(float(row.split()[2]) <= 1e-6 for row in table.values())
     assert (folders[first] / "comparison.png").exists()
     assert not folders[1 - first].exists()
-
-
-@pytest.mark.slow
-def test_private_and_sharded_over_two_nodes(two_hosts, tmp_path):
-    folders = [tmp_path / "first", tmp_path / "second"]
-    names = ["--implementations", "fsdp2", "tp", "--clipping", "none", "bookkeeping"]
-    runs = [finish(process) for process in start_nodes(two_hosts, folders, *names)]
-    assert [run.returncode for run in runs] == [0, 0], runs
-    first = next(n for n, run in enumerate(runs) if run.stdout)
-    table = table_of(runs[first].stdout)
-    assert set(table) == {"fsdp2", "tp"}
-    assert all("bookkeeping" in row for row in table.values())  # the last row of each
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 from ddp_by_hand.bench.messages import describe_messages
 from ddp_by_hand.lm.exchange import plan
 from ddp_by_hand.lm.shape import Shape
+from ddp_by_hand.tracing import load_trace
+from ddp_by_hand.tracing.intervals import difference, total
 from tests.support.benchmark_command import PLUGINS, benchmark, forked_benchmark
 
 NAMES = ["none", "ddp"]
@@ -66,6 +68,14 @@ def test_a_trace_has_every_phase_of_every_step(folder, name, rank):
     found = ranges(folder, name, rank)
     for label in ALWAYS:
         assert len(found[label]) == 4, label  # two epochs of two steps
+
+
+def test_what_pytorch_writes_follows_the_rules(folder):
+    """All communication is known, and is all in its phase: nothing of it is hidden."""
+    for rank in range(2):
+        trace = load_trace(folder / f"ddp_rank_{rank}_trace.json")
+        assert (trace.rank, len(trace.communication)) == (rank, 21 * 4)
+        assert total(difference(trace.communication, trace.phases["gradient_sync"])) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

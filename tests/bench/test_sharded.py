@@ -1,7 +1,6 @@
 """Implementations that shard the model: in the same table, gate, traces and pictures."""
 
 import json
-import re
 from itertools import pairwise
 
 import pytest
@@ -17,7 +16,6 @@ from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
 from tests.support.benchmark_command import PROGRESS, benchmark, forked_benchmark, parse
-from tests.support.wrong_input import is_one_line
 
 BOTH = ["--clipping", "none", "bookkeeping"]
 
@@ -63,42 +61,6 @@ def test_norm_reduction_is_a_setting_of_split_models_alone():
             keys[cell.subject.implementation].add(cell.row(settings, 4, "cpu")["key"])
     counts = {name: len(found) // 6 for name, found in keys.items()}
     assert counts == {"ddp": 1, "fsdp2": 1, "tp": 3, "fsdp2_tp": 3}
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "--implementations fsdp3",
-            "'fsdp3' is unknown, choose from none, .*fsdp2, .*fsdp2_tp, or",
-        ),
-        ("--implementations fsdp2_tp", "fsdp2_tp on 2 ranks: .*start 4 ranks or another multiple"),
-        ("--implementations fsdp2_tp --num-processes 5", "fsdp2_tp on 5 ranks: .*multiple of 2"),
-        (
-            "--implementations tp --num-processes 3",
-            "tp on 3 ranks: --num-heads is .*, which 3 tensor-parallel ranks do not divide",
-        ),
-        (
-            "--implementations tp --d-ff 33",
-            "tp on 2 ranks: --d-ff is 33, which 2 tensor-parallel ranks do not divide",
-        ),
-        (
-            "--implementations ddp fsdp2 --clipping flash --memory-budget-mb 1",
-            "--memory-budget-mb: the ranks of fsdp2 must .*leave it out or",
-        ),
-        (
-            "--implementations fsdp2 --clipping ghost --norm-reduction sync",
-            "--norm-reduction: only ranks that share samples .*--implementations tp or fsdp2_tp",
-        ),
-        ("--implementations tp --norm-reduction sync", "--norm-reduction: only --clipping MODE"),
-        ("--clipping ghost --norm-reduction none", "--norm-reduction: invalid choice: 'none'"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_starts(monkeypatch, capfd, tmp_path, line, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_by_hand.bench.main.run_ranks", None)
-    words = ["--device", "cpu", *line.split()]
-    assert is_one_line(command.main, words, re.compile(message), capfd) == ""
 
 
 def test_a_dry_run_tells_the_mesh(capsys, tmp_path):

@@ -130,14 +130,6 @@ def test_accumulation_on_other_numbers_of_ranks(ranks, implementation, world_siz
     ranks.run(world_size, accumulated, implementation, "no_sync_then_synchronise")
 
 
-def views_are_rebound(context: Context, name: str) -> None:
-    """Both ways of zeroing in turn; the optimizer always sees this step's values."""
-    pair = Beside(context, name)
-    optimizers = pair.optimizers(torch.optim.AdamW, lr=0.01)
-    for step in range(6):
-        pair.train(optimizers, chain_loss(step), set_to_none=step % 3 != 1)
-
-
 class CheckpointedChain(Chain):
     def forward(self, x):
         for layer in [*self.layers, self.layers[0]]:
@@ -176,7 +168,6 @@ def autograd_grad_changes_nothing(context: Context, name: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        views_are_rebound,
         activation_checkpointing,
         there_before_wrap,
         autograd_grad_changes_nothing,

@@ -63,11 +63,6 @@ def test_options_only_where_they_mean_something():
         assert ("bucket_size_mb" in options) == (name not in WITHOUT_BUCKETS)
 
 
-def test_without_a_process_group():
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        wrap("ddp", nn.Linear(1, 1))
-
-
 def refusals(context: Context, name: str) -> None:
     def build(**options):
         return wrapped(context, name, **options)

@@ -58,12 +58,9 @@ def in_pieces(context: Context, name: str) -> None:
         beside_bucketed(context, name, 3)
 
 
-def test_many_steps_with_late_ranks(cpu_ranks):
-    cpu_ranks.run(3, beside_bucketed, CPU_COPY_ENGINE, 30)
-
-
-def test_pieces(cpu_ranks):
-    cpu_ranks.run(3, in_pieces, CPU_COPY_ENGINE)
+@pytest.mark.parametrize(("body", "more"), [(beside_bucketed, [30]), (in_pieces, [])])
+def test_many_steps_with_late_ranks(cpu_ranks, body, more):
+    cpu_ranks.run(3, body, CPU_COPY_ENGINE, *more)
 
 
 @pytest.mark.gpu

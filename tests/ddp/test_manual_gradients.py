@@ -190,12 +190,5 @@ def test_gradient_ready_on_three_ranks(ranks, implementation):
     ranks.run(min(3, ranks.size), driven_by_hand, implementation)
 
 
-@pytest.mark.parametrize(
-    ("body", "case"),
-    [
-        pytest.param(rounds_by_hand, ["sum"], marks=pytest.mark.slow),  # as on two ranks
-        (failed_by_hand, [False]),
-    ],
-)
-def test_gradient_ready_on_four_ranks(ranks, implementation, body, case):
-    ranks.run(min(4, ranks.size), body, implementation, case)
+def test_gradient_ready_on_four_ranks(ranks, implementation):
+    ranks.run(min(4, ranks.size), failed_by_hand, implementation, [False])

@@ -127,12 +127,8 @@ def test_networks(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [another_order_on_each_rank, pytest.param(mixed_types, marks=pytest.mark.slow)],  # as on two
-)
-def test_networks_on_more_ranks(ranks, implementation, body):
-    ranks.run(min(3, ranks.size), body, implementation)
+def test_networks_on_more_ranks(ranks, implementation):
+    ranks.run(min(3, ranks.size), another_order_on_each_rank, implementation)
 
 
 class SparseEmbedding(nn.Module):

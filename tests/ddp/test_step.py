@@ -91,21 +91,6 @@ def test_a_backward_that_fails_before_its_first_gradient_is_seen(context: Contex
         assert model.step.has_failed() is (place is not None)
 
 
-def failed_backward_in_torch(context: Context, name: str) -> None:
-    model = wrapped(context, name, FailingChain())
-    model.module.fails_at = 2
-    with pytest.raises(ArithmeticError):
-        chain_loss(0)(model, context.rank).backward()
-    model.module.fails_at = None
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        chain_loss(1)(model, context.rank)
-
-
-def test_torch_raises_after_a_failed_backward(cpu_ranks):
-    """What PyTorch documents instead: the wrapper must be built anew."""
-    cpu_ranks.run(2, failed_backward_in_torch, "torch_ddp")
-
-
 def abandoned(context: Context, name: str) -> None:
     """A forward after a partial backward discards the partial step, zeroed or not."""
     pair = Beside(context, name, Branches(), **any_order(name))

@@ -6,12 +6,9 @@ It knows the default process group only, so all ranks of the pool take part.
 import torch
 from torch import nn
 
-from ddp import options_of, wrap
 from ddp.synchronous import NaiveDDP, SynchronousDDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.on_ranks import on_ranks
-
-NAIVE = "ddp/synchronous.py:NaiveDDP"
 
 
 def network() -> nn.Module:
@@ -37,18 +34,6 @@ def test_the_naive_version_equals_the_robust_one(context: Context) -> None:
         for p, q in zip(naive.parameters(), robust.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
             assert torch.equal(p, q)
-
-
-def wrapped_by_path(context: Context) -> None:
-    model = wrap(NAIVE, nn.Linear(2, 1, bias=False))
-    model(torch.full((1, 2), float(context.rank))).sum().backward()
-    model.finish_gradient_synchronization()
-    assert (model.module.weight.grad == (context.world_size - 1) / 2).all()
-
-
-def test_the_naive_version_is_a_plug_in(cpu_ranks):
-    cpu_ranks.run(cpu_ranks.size, wrapped_by_path)
-    assert options_of(NaiveDDP) == ()
 
 
 @on_ranks(4)

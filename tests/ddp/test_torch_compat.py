@@ -145,16 +145,6 @@ def test_reduce_scatter_and_all_gather(context: Context) -> None:
                 assert flat.tolist() == [10, 12, 14, 16]
 
 
-def test_symmetric_memory(monkeypatch):
-    memory = torch_compat.symmetric_memory()
-    assert callable(memory.empty)
-    assert callable(memory.rendezvous)
-    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
-    monkeypatch.delattr("torch.distributed._symmetric_memory")
-    with pytest.raises(RuntimeError, match=r"has no torch\.distributed\._symmetric_memory"):
-        torch_compat.symmetric_memory()
-
-
 @on_ranks(4)
 def test_cpu_tensors_are_gathered_in_any_group(context: Context) -> None:
     """A group for CUDA tensors alone gets gloo beside it, once, with its ranks and timeout.

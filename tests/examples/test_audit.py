@@ -4,7 +4,6 @@ import pytest
 
 from ddp_by_hand.examples import audit
 from ddp_by_hand.examples.audit_faults import FAULTS
-from tests.support.wrong_input import is_one_line
 
 QUICK = ["--seed", "0", "--canaries", "400"]
 
@@ -24,19 +23,6 @@ def test_a_fault_is_found(capsys):
         audit.main(["--help"])
     printed = capsys.readouterr().out.replace("\n", "").replace(" ", "")
     assert all(name in printed for name in FAULTS)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (["--canaries", "0"], "audit: canaries is 0: give 16 or more"),
-        (["--noise-multiplier", "-1"], "audit: noise_multiplier is -1.0"),
-        (["--confidence", "1"], "audit: confidence is 1.0"),
-        (["--canary", "100"], "did you mean --canaries?"),
-    ],
-)
-def test_wrong_options_are_one_line(wrong, says, capsys):
-    is_one_line(audit.main, [*QUICK, *wrong], says, capsys)
 
 
 @pytest.mark.slow

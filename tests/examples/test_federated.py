@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from ddp_by_hand.examples import federated
 from dp_clipping import PrivacyEngine
-from tests.support.wrong_input import is_one_line
 
 SMALL = ["--clients", "60", "--rounds", "3", "--expected", "8", "--local-steps", "2"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,9 +80,3 @@ def test_a_run_states_epsilon_and_goes_on_where_it_was(tmp_path, capsys, monkeyp
 
     monkeypatch.setattr(federated, "run_round", interrupted)
     assert federated.main([*SMALL, "--checkpoint", str(tmp_path / "new.pt")]) == 130
-
-
-def test_wrong_options_are_one_line(tmp_path, capsys):
-    at = ["--checkpoint", str(tmp_path / "none.pt")]
-    is_one_line(federated.main, [*SMALL, *at, "--resume"], "none.pt", capsys)
-    is_one_line(federated.main, [*SMALL, *at, "--rounds", "0"], "--rounds 0: give", capsys)

@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 
 from ddp_by_hand.examples import finetune, finetune_options, finetune_run  # noqa: E402
 from ddp_by_hand.measure.options import parse_options  # noqa: E402
-from tests.support.wrong_input import is_one_line  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = [
@@ -112,40 +111,6 @@ def test_a_saved_model_and_a_file_of_options(table, tmp_path, capsys):
     assert finetune.main(["--config", str(file), *options(table, tmp_path / "run")]) == 0
     assert json.loads((tmp_path / "run/privacy.json").read_text())["epsilon"] <= 4
     assert "before: 'no" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (["--batch-size", "50"], "no multiple of --max-physical-batch-size 4: give --batch-size"),
-        (["--epsilon", "0"], "--epsilon is 0.0: give a finite number above 0"),
-        (["--delta", "0.5"], "--delta is 0.5: give less than 1 / 32 rows"),
-        (["--batch-size", "64"], "--batch-size is 64: there are 32 rows, give less"),
-        (["--column", "text"], "notes.csv has id, note: give one of them, as --column note"),
-        (["--data", "numbers.jsonl"], "row 2 of numbers.jsonl has 3 there, and a text is wanted"),
-        (["--data", "words.json"], 'row 1 has no columns: write rows as {"text": ".."}'),
-        (["--data", "empty.csv"], "--data empty.csv has 0 rows: give 20 or more"),
-        (["--epsilom", "2"], "unrecognized arguments: --epsilom 2 (did you mean --epsilon?)"),
-        (["--data", "notes.txt"], "--data notes.txt: give a file that ends in .csv or .jsonl"),
-        (["--data", "none.csv"], "--data none.csv: No such file or directory: give a .csv"),
-        (["--model", "gpt3"], "--model gpt3 is no folder with a config.json: give gpt2, llama"),
-        (["--length", "999"], "--length is 999: the model has 256 positions: give less"),
-        (["--length", "1"], "--length is 1: give 2 or more"),
-        (["--output-dir", "notes.csv"], "notes.csv is a file, name a folder"),
-        (["--resume"], "holds no run: leave --resume out"),
-        (["--config", "none.toml"], "--config none.toml: No such file or directory"),
-        (["--config", "wrong.toml"], "epsilom is no option: give one of batch_size,"),
-        (["--config"], "--config: give a file, --config run.toml"),
-    ],
-)  # fmt: skip
-def test_wrong_options_show_what_works(table, tmp_path, monkeypatch, capsys, wrong, says):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wrong.toml").write_text("epsilom = 8\n")
-    (tmp_path / "notes.txt").write_text("note\n")
-    (tmp_path / "empty.csv").touch()
-    (tmp_path / "words.json").write_text('["a", "b"]')
-    (tmp_path / "numbers.jsonl").write_text('{"note": "a"}\n{"note": 3}\n')
-    is_one_line(finetune.main, options(table, tmp_path / "run", *wrong), says, capsys)
 
 
 def test_rows_are_read_from_a_list_and_made_ones_are_the_same_again(tmp_path):

@@ -19,7 +19,6 @@ from ddp_by_hand.examples.opacus_tutorials import (
     parse,
     picture_parts,
 )
-from tests.support.wrong_input import is_one_line
 
 PROGRAM = """
 import torch
@@ -183,21 +182,6 @@ def test_without_noise_and_draws_the_program_has_the_same_losses():
     ours, theirs = (ran(package, program)["losses"] for package in ENGINES)
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[-1] < 0.8 * ours[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["images", "--engine", "other"], "--engine: invalid choice: 'other'"),
-        (["text", "--epochs", "0"], "--epochs is 0: give a number above 0"),
-        (["distributed", "--epsilon", "nan"], "--epsilon is nan: give a number above 0"),
-        (["accounting", "--epsilon", "1"], "unrecognized arguments: --epsilon 1"),
-        (["picture"], "invalid choice: 'picture'"),
-        (["text", "--samples", "1000000"], "texts: give at most so many"),
-    ],
-)
-def test_wrong_input_is_one_line_and_status_2(arguments, says, capsys):
-    is_one_line(main, arguments, says, capsys)
 
 
 def test_group_normalisation_has_replaced_what_mixes_samples():

@@ -9,7 +9,6 @@ from ddp_by_hand.examples import private_diffusion
 from ddp_by_hand.examples.private_diffusion import drawn, schedule
 from ddp_by_hand.experiments.networks.diffusion import DiT
 from dp_clipping import PrivacyEngine
-from tests.support.wrong_input import is_one_line
 
 
 @pytest.fixture
@@ -63,10 +62,3 @@ def test_what_is_drawn_is_what_the_noise_was_added_to():
     picture = torch.linspace(-1, 1, 16).view(1, 4, 4)
     found = drawn(OfOnePicture(picture), (3, 1, 4, 4))
     torch.testing.assert_close(found, picture.expand(3, 1, 4, 4), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"), [(["--size", "10"], "--size is 10"), (["--views", "3"], "multiple of 3")]
-)
-def test_bad_input_is_one_line(line, capsys, wrong, said):
-    is_one_line(private_diffusion.main, [*line, *wrong], said, capsys)

@@ -7,7 +7,6 @@ import torch
 
 from ddp_by_hand.examples import private_images
 from ddp_by_hand.examples.font_digits import _glyphs, font_digits
-from tests.support.wrong_input import is_one_line
 
 
 def test_pictures_are_the_same_again_and_show_their_digits():
@@ -62,16 +61,3 @@ def test_views_of_a_picture_are_moved(line, monkeypatch):
     draws = [moved[0] for _ in range(20)]
     assert len({tuple(x.flatten().tolist()) for x, _ in draws}) > 1
     assert all(digit == 7 and x.sort().values.sum() == picture.sum() for x, digit in draws)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--batch-size", "65"], "--batch-size"),
-        (["--depth", "12"], "--depth is 12"),
-        (["--delta", "2"], "target_delta is 2.0"),
-        (["--output-dir", __file__], "is a file, name a folder"),  # before it trains
-    ],
-)
-def test_bad_input_is_one_line(line, capsys, wrong, said):
-    is_one_line(private_images.main, [*line, *wrong], said, capsys)

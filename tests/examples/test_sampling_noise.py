@@ -3,7 +3,6 @@
 import pytest
 
 from ddp_by_hand.examples import sampling_noise
-from tests.support.wrong_input import is_one_line
 
 
 @pytest.mark.slow
@@ -17,15 +16,3 @@ def test_a_row(capsys):
     poisson, truncated, bins, cyclic = found
     assert 0.3 < bins < poisson < 1.01 * truncated < 1.05 * poisson
     assert poisson < cyclic < 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (["--samples", "0"], "sampling_noise: --samples 0: give a positive number"),
-        (["--delta", "2"], "sampling_noise: --delta 2.0: give a number between 0 and 1"),
-        (["--epsilons", "900"], "sampling_noise: target_epsilon is 900"),
-    ],
-)
-def test_wrong_options_are_one_line(wrong, says, capsys):
-    is_one_line(sampling_noise.main, wrong, says, capsys)

@@ -363,10 +363,6 @@ MISTAKES = {
         "zero2", "After finish a rank has its slices", "grad is still there",
         "parameter.grad = None", "pass",
     ),
-    "GradientsTwice": (
-        "zero2", "After finish each own.grad", "was divided by the number of ranks twice",
-        "p.grad for p in unit.trained", "p.grad / dist.get_world_size() for p in unit.trained",
-    ),
     "GradientsUnbounded": (
         "zero2", "During backward at most two buckets", "of 6 flat tensors at once",
         "on_the_wire = 2", "on_the_wire = 99",
@@ -452,22 +448,10 @@ MISTAKES = {
         "fsdp", "Forward computes with whole", "whose memory was freed: resize its storage first",
         "self.values.untyped_storage().resize_(self.values.nbytes)", "pass",
     ),
-    "ShardedNotWaited": (
-        "fsdp", "After finish", "is NaN: the reduction was not waited for",
-        "handle.wait()\nunit.own.grad", "unit.own.grad",
-    ),
     "ShardedWaitedAtOnce": (
         "fsdp", "A block's gradients are on the wire", "waited for where they were started",
         "self.in_flight.append((handle, unit))",
         "handle.wait()\nself.in_flight.append((handle, unit))",
-    ),
-    "ShardedSum": (  # of the blocks
-        "fsdp", "After finish", "is the sum over the ranks: divide it",
-        "unit.own.grad /= ", "unit.own.grad /= 1 if unit is not self.root else ",
-    ),
-    "ShardedTwice": (
-        "fsdp", "After finish", "was divided by the number of ranks twice",
-        "p.grad for p in unit.trained", "p.grad / dist.get_world_size() for p in unit.trained",
     ),
     "ShardedRootForgotten": (  # what is in no block
         "fsdp", "After finish", "unit 0: the own slice has no gradient after finish",
@@ -486,10 +470,6 @@ MISTAKES = {
         "fsdp", "A block's gradients are on the wire", "start in gradient_ready",
         "self.reduce(self.blocks[k])", "",
         "self.reduce(self.root)", "for unit in [*self.blocks, self.root]:\n    self.reduce(unit)",
-    ),
-    "ShardedGradientsWhole": (  # a slice that is received in place keeps the flat tensor
-        "fsdp", "After finish a rank has its slices", "all of the flat tensor",
-        "unit.own.grad = torch.empty_like(unit.own)", "unit.own.grad = unit.slice_of(flat)",
     ),
     "ShardedGatheredAgain": (  # the first block is freed once more than needed
         "fsdp", "Each block is gathered twice", "block 0 was gathered 3 times",

@@ -11,7 +11,6 @@ from ddp_by_hand.experiments.examples_per_step import units_of_pictures
 from dp_clipping import CorrelatedNoise
 from dp_clipping.accounting import cyclic
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
-from tests.support.wrong_input import is_one_line
 
 SMALL = "--pictures 256 --filters 2 --seeds 2 --epsilons 8 --learning-rates 4 16"
 pytestmark = pytest.mark.filterwarnings(
@@ -55,7 +54,7 @@ def test_the_rate_that_is_best_on_other_pictures_is_taken():
     assert {one[1:] for one in taken[:3]} == {(TUNING_SEED, "tuning")}
 
 
-def test_pictures_have_one_use_each_and_bands_are_positive(capsys):
+def test_pictures_have_one_use_each():
     split = split_of(correlated_noise.Options(pictures=256, filters=2))
     features, digits = split.training.tensors
     assert features.shape == (256, 64)
@@ -63,7 +62,6 @@ def test_pictures_have_one_use_each_and_bands_are_positive(capsys):
     everything = torch.cat((features, split.tuning[0], split.test[0]))
     assert len(everything.unique(dim=0)) == 256 + 64 + 64
     torch.testing.assert_close(everything.norm(dim=1), torch.ones(len(everything)))
-    is_one_line(correlated_noise.main, ["--bands", "0"], "--bands 0", capsys)
 
 
 def test_units_with_all_and_with_some_examples_spend_the_budget_on_as_many_pictures(capsys):

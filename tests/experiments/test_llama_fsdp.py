@@ -6,13 +6,10 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
 
 from ddp_by_hand.experiments.llama_fsdp import plots
 from ddp_by_hand.experiments.llama_fsdp import run as run_module
@@ -38,6 +35,7 @@ from ddp_by_hand.lm.watch import Cause
 from ddp_by_hand.measure.options import as_arguments, parse_options, shared_values
 from ddp_by_hand.measure.runs import ORDER, Cell, cells_of
 from dp_clipping.kernels.launch.tiles import available
+from tests.support.drawn import check_texts
 from tests.support.forked import run_forked
 from tests.support.page import Page
 
@@ -106,11 +104,6 @@ def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid
     result = json.loads((folder / "flash_bookkeeping_fsdp_seq16_result.json").read_text())
     row = page.rows("Step time")["flash_bookkeeping_fsdp"]
     assert float(row["median ms"]) == pytest.approx(result["median_time_ms"], rel=1e-3)
-    part = page.rows("Parts of a step")["flash_bookkeeping_fsdp"]
-    expected = result["phases"]["forward_backward_ms"]
-    assert float(part["median ms"]) == pytest.approx(expected, rel=1e-3)
-    peak = page.rows("Memory")["flash_bookkeeping_fsdp"]["peak MiB"]
-    assert float(peak.replace(",", "")) == pytest.approx(result["peak_memory_mb"], abs=0.5)
     assert len(page.pictures) == len(PICTURES)
     words = as_arguments(parse_options(Options, arguments))
     command = shlex.join(["python", "-m", "ddp_by_hand.experiments.llama_fsdp", *words])
@@ -365,21 +358,11 @@ def test_nothing_in_a_picture_overlaps(ratios):
     results = cells_like(ratios)
     for name in ("draw_memory", "draw_time", "draw_tradeoff", "draw_overhead"):
         figure = getattr(plots, name)(results)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        width, height = canvas.get_width_height()
-        boxes = []
-        for axes in figure.axes:
-            texts = [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label]
-            for text in texts:
-                box = Text.get_window_extent(text, canvas.get_renderer())  # without its line
-                if text.get_text() and text.get_visible():
-                    assert box.x0 >= 0, (name, text)
-                    assert box.x1 <= width, (name, text)
-                    assert -1 <= box.y0 <= box.y1 <= height + 1, (name, text)
-                    boxes.append((text.get_text(), box.shrunk(0.98, 0.8)))
-        for (one, a), (other, b) in combinations(boxes, 2):
-            assert not a.overlaps(b), (name, one, other)
+        texts = (
+            text for axes in figure.axes
+            for text in [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label]
+        )  # fmt: skip
+        check_texts(figure, texts, apart=True)
 
 
 def test_medians_stand_in_a_column_and_every_panel_says_where_its_axis_begins():

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings, recorded
@@ -35,6 +34,7 @@ from ddp_by_hand.measure.options import parse_options
 from dp_clipping.distributed import gradient_reduce as sharded_sums
 from dp_clipping.profiling.profile import SWITCH
 from tests.support.alone import Watching, worker_of
+from tests.support.drawn import check_texts
 from tests.support.page import Page
 
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
@@ -292,19 +292,7 @@ def test_texts_of_the_picture_do_not_overlap(slow_row, changed):
     rows = [row | changed for row in grown(slow_row)]
     rows.append(failure(slow_row) | {"seq_length": 128})
     figure = plot.figure_of(rows, 600.0)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    boxes = [
-        (t.get_text(), t.get_window_extent(canvas.get_renderer()))
-        for t in figure.findobj(Text)
-        if t.get_text().strip() and t.get_visible()
-    ]
-    size = figure.bbox
-    for name, box in boxes:
-        assert box.x0 >= 0 and box.x1 <= size.x1 and box.y0 >= 0 and box.y1 <= size.y1, name  # noqa: PT018
-    for i, (name, box) in enumerate(boxes):
-        for other, beside in boxes[i + 1 :]:
-            assert not box.overlaps(beside), (name, other)
+    check_texts(figure, figure.findobj(Text), apart=True)
 
 
 @pytest.mark.parametrize("limit", [None, 600.0, 140_000.0])
@@ -378,15 +366,6 @@ def test_a_folder_of_other_settings_is_refused(slow_row, tmp_path, capsys, chang
     )
 
 
-def test_an_early_interruption_is_one_line(tmp_path, capsys):
-    with patch(
-        "ddp_by_hand.experiments.profile_bottlenecks.__main__.check_model",
-        side_effect=KeyboardInterrupt,
-    ):
-        assert main(["--cpu", "--output-dir", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 def check_report(text: str, row: dict) -> None:
     """Phases as they were measured, and nothing about options that there are not."""
     page = Page(text)
@@ -402,25 +381,3 @@ def check_report(text: str, row: dict) -> None:
     glance = page.text[page.text.index("At a glance\n") :]
     assert glance.index("64 tokens are bound by memory") < glance.index("3 cells: ")
     assert any("oom" in row.values() for row in page.rows("Not measured").values())
-
-
-@pytest.mark.slow
-def test_command(tmp_path, capfd):
-    """On one process, two lengths, both modes of sums."""
-    for number, flags in enumerate((["--bookkeeping"], [])):
-        folder = tmp_path / str(number)
-        arguments = [
-            "--cpu",
-            "--num-processes",
-            "1",
-            "--seq-lengths",
-            "16",
-            "32",
-            "--num-iter",
-            "2",
-        ]
-        assert main([*arguments, *flags, "--output-dir", str(folder)]) == 0
-        text = (folder / "summary.txt").read_text()
-        assert "Verdict: 32 tokens are bound by" in text
-        assert ("second backward" in text) == (not flags)
-        assert "collectives" not in text

@@ -394,14 +394,6 @@ def test_opacus_has_no_units_of_views():
         opacus(row, None, None, 1.0, 0)
 
 
-def test_a_wrong_row_or_number_is_one_line(tmp_path, capsys):
-    assert records.main(["--rows", "scatter", "--output-dir", str(tmp_path)]) == 2
-    assert "records: no row is called scatter: give " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        records.main(["--seeds", "0"])
-    assert "--seeds 0" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_a_graph_trains_as_steps_on_the_cpu_do(monkeypatch):
     replays = []

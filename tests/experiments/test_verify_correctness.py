@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -334,19 +332,6 @@ def test_a_wrong_case_on_ranks_is_the_exit_status(tmp_path):
     assert "Traceback" not in found.stderr
 
 
-def test_ctrl_c_is_quiet(capsys, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    for place in (command, "prepare"), (private_step.PrivateStep, "backward"):
-        with monkeypatch.context() as patch:
-            patch.setattr(*place, stop)
-            status, text = run(capsys, "--modes", "ghost")
-        assert status == 130
-        assert text.splitlines()[-1] == "interrupted"
-        assert len(text.splitlines()) <= 2
-
-
 def test_ctrl_c_shows_what_is_finished(capsys, monkeypatch):
     right, begun = step_module.check, []
 
@@ -385,22 +370,6 @@ def test_one_rank_on_the_cpu_is_told_how_to_start_two(capfd, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--use-tp",)], ids=["alone", "ranks"])
-def test_ctrl_c_in_the_middle(arguments):
-    """How it is answered while modules are imported is in tests/lm/test_interrupt.py."""
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.readline()
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=300)
-    # Shells report both as 130. Python ends by the signal where it came in code made from text.
-    assert process.returncode in (130, -signal.SIGINT)
-    assert error == "interrupted\n"
-
-
-@pytest.mark.slow
 def test_fused_kernels_in_the_interpreter():
     found = subprocess.run(
         [*COMMAND, *QUICK, "--modes", "flash_bookkeeping"], cwd=ROOT, capture_output=True,
@@ -411,36 +380,6 @@ def test_fused_kernels_in_the_interpreter():
         rows = [r for r in rows_of(found.stdout) if r.startswith(f"flash_bookkeeping{algorithm} ")]
         assert len(rows) == 2
     assert "ran as" not in found.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--use-tp", "--num-processes", "3"], "which 3 tensor-parallel ranks do not divide"),
-        (["--use-fsdp", "--use-tp", "--num-processes", "2"], "start 4 ranks"),
-        (["--use-fsdp", "--use-tp", "--num-processes", "5"], "another multiple of 2"),
-        (["--modes", "no_dp"], "flash_bookkeeping"),
-        (["--dtype", "float16"], "bfloat16"),
-        (["--backend", "mpi"], "'gloo', 'nccl'"),
-        (["--num-processes", "0"], "--num-processes 0: give a positive number"),
-        (["--timeout", "inf"], "--timeout inf"),
-        (["--enable-nothing"], "--enable-nothing"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, said, capsys):
-    status, text = run(capsys, *arguments)
-    assert status == 2
-    assert said in text
-    assert text.count("\n") == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_nccl_needs_a_gpu(capsys):
-    status, text = run(capsys, "--backend", "nccl")
-    assert status == 2
-    assert "--backend nccl" in text
-    assert "--device" not in text
-    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -70,31 +70,27 @@ def test_activations_are_what_autograd_keeps(model, dtype):
 
 
 @pytest.mark.parametrize(
-    ("preset", "length", "dtype", "gib"),
+    ("preset", "changes", "run", "gib"),
     [
-        ("730m", 512, "mixed", {"none": 15.9, "ddp_copy_engine": 18.7, "torch_ddp": 21.4}),
-        ("730m", 1024, "mixed", {"none": 21.9, "ddp_copy_engine": 24.7, "torch_ddp": 27.4}),
-        ("1.2b", 1024, "bfloat16", {"none": 22.3, "ddp_copy_engine": 24.6, "torch_ddp": 26.8}),
+        ("730m", {"context_length": 512}, (4, 8, "mixed"),
+         {"none": 15.9, "ddp_copy_engine": 18.7, "torch_ddp": 21.4}),
+        ("730m", {}, (4, 8, "mixed"), {"none": 21.9, "ddp_copy_engine": 24.7, "torch_ddp": 27.4}),
+        ("1.2b", {}, (4, 8, "bfloat16"),
+         {"none": 22.3, "ddp_copy_engine": 24.6, "torch_ddp": 26.8}),
+        # Parameters of fsdp are gathered in bfloat16: no casts are kept.
+        *(("730m", {"d_model": d, "d_ff": d_ff, "num_heads": d // 128}, (2, size, "mixed"),
+           {"fsdp": mib / 1024})
+          for d, d_ff, size, mib in
+          ((2048, 5504, 8, 15_235), (2048, 5504, 12, 20_602), (2560, 6880, 8, 19_381))),
     ],
-)
-def test_peaks_that_were_measured_on_four_gpus(preset, length, dtype, gib):
-    """The figures are those of docs/results.md, with 8 sequences per GPU."""
-    model = replace(PRESETS[preset], context_length=length)
+)  # fmt: skip
+def test_peaks_that_were_measured_on_gpus(preset, changes, run, gib):
+    """Those of four H200 are in docs/results.md; `run`: ranks, sequences per GPU, dtype."""
+    model = replace(PRESETS[preset], **{"context_length": 1024, **changes})
+    ranks, size, dtype = run
     for variant, measured in gib.items():
-        kinds = predict_memory(variant, model, ranks=4, batch_size=8, dtype=dtype)
+        kinds = predict_memory(variant, model, ranks=ranks, batch_size=size, dtype=dtype)
         assert sum(kinds.values()) / GIB == pytest.approx(measured, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("d_model", "d_ff", "batch_size", "mib"),
-    [(2048, 5504, 8, 15_235), (2048, 5504, 12, 20_602), (2560, 6880, 8, 19_381)],
-)
-def test_fsdp_in_a_mixed_run_keeps_no_casts(d_model, d_ff, batch_size, mib):
-    """Peaks of two H100, MiB: parameters are gathered in bfloat16."""
-    model = replace(PRESETS["730m"], d_model=d_model, d_ff=d_ff, num_heads=d_model // 128,
-                    context_length=1024)  # fmt: skip
-    found = predict_memory("fsdp", model, ranks=2, batch_size=batch_size, dtype="mixed")
-    assert sum(found.values()) / 2**20 == pytest.approx(mib, rel=0.02)
 
 
 def test_parameters_and_gradients_are_those_of_the_network():

@@ -5,6 +5,7 @@ import pytest
 from ddp_by_hand.measure import memory_bars
 from ddp_by_hand.measure.memory_bars import COLOURS, draw_memory
 from ddp_by_hand.measure.picture import read_picture
+from tests.support.drawn import check_texts
 
 KINDS = dict(zip(COLOURS, (1024.0, 0.0, 2048.0, 4096.0, 512.0), strict=True))
 LATER = dict(zip(COLOURS, (1024.0, 512.0, 2048.0, 0.0, 0.0), strict=True))
@@ -57,9 +58,5 @@ def test_bars_are_stacked_and_the_line_is_where_the_peak_was(drawn):
 
 def test_text_stays_inside_the_picture(drawn):
     figure, _ = drawn(ROWS)
-    width, height = figure.canvas.get_width_height()
-    for text in [*figure.texts, *figure.axes[0].texts, *figure.legends[0].get_texts()]:
-        box = text.get_window_extent()
-        assert 0 <= box.x0 <= box.x1 <= width, text.get_text()
-        assert 0 <= box.y0 <= box.y1 <= height, text.get_text()
+    check_texts(figure, [*figure.texts, *figure.axes[0].texts, *figure.legends[0].get_texts()])
     assert figure.texts[1].get_window_extent().y0 >= figure.legends[0].get_window_extent().y1 - 3

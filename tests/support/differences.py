@@ -60,16 +60,6 @@ def any_order(name: str) -> dict:
     return {"units": ()} if is_divided(name) else {}
 
 
-def keeps_strides(name: str) -> bool:
-    """Returns whether gradients have the strides of their parameters, which are as they were."""
-    return not is_divided(name)
-
-
-def sends_gradients_alone(name: str) -> bool:
-    """Returns whether all bytes sent are of gradients, without parameters and padding."""
-    return not is_divided(name)
-
-
 @dataclass
 class Refused:
     """A behaviour's function that ends in a message instead, and may be sent to ranks."""

@@ -7,11 +7,11 @@
 
 cosmic-ray says where a file can be changed and how; running needs pytest alone. Which places are
 drawn follows from a hash of their line, so that an edit changes the draw near itself only. A
-mutant runs in a copy of the tree against the tests of its own folder, then those of its room and
-`WIDER`: those of them that call its function, the fastest, for `MOST_SECONDS`. It is killed by the
-first that fails, or where all take `PATIENCE` times as long as without it.
-Results are appended as JSON lines: what is there already is not run again. They name functions
-and not numbers of lines, so those of what an edit has not touched are kept.
+mutant runs as those of mutants.py do: in a copy of the tree, against the tests of its own folder
+and then those of its room and `WIDER`. It is killed by the first that fails, or where all take
+`PATIENCE` times as long as without it.
+Results are appended as JSON lines: what is there already is not run again. They name lines by
+their text and not by numbers, so those of what an edit has not touched are kept.
 """
 
 import argparse
@@ -19,25 +19,20 @@ import ast
 import difflib
 import hashlib
 import json
-import os
 import re
-import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-
-import pytest
+from queue import Queue
 
 from tests.support.equivalent_mutants import EQUIVALENT
-from tests.support.forked import session_of
-from tests.support.mutants import ROOT, copy_tree
+from tests.support.mutants import ROOT, copy_tree, pytest_in
 
 ROOMS = tuple(f"dp_clipping/{r}" for r in ("clipping", "noise", "accounting", "sampling", "step"))
 SCHEDULE = ("base", "bucketed", "buckets", "individual", "individual_v2", "schedule")
@@ -52,7 +47,7 @@ NOT_RUN = {  # those of kernels, in Triton's interpreter, and of mutants
     "tests/dp_clipping/noise/test_kernel.py", "tests/dp_clipping/noise/test_registers.py",
     "tests/dp_clipping/noise/secure/test_kernel.py", "tests/ddp/test_mutants.py",
 }  # fmt: skip
-PATIENCE, LEAST_SECONDS, MOST_SECONDS = 4, 25, (20, 60)  # of the two
+PATIENCE, LEAST_SECONDS, MOST_SECONDS = 4, 25, 3600
 DRAWN, SEED = 600, 42
 
 _D = "tests/dp_clipping/"
@@ -78,7 +73,7 @@ WIDER = {
 class Drawn:
     """A change of lines: `before` at `line`, counted from 0, becomes `after`.
 
-    `earlier` counts the places before it with the same lines, in the same function.
+    `earlier` counts the places before it with the same lines.
     """
 
     file: str
@@ -86,13 +81,12 @@ class Drawn:
     operator: str
     before: tuple[str, ...]
     after: tuple[str, ...]
-    function: str | None
     earlier: int
 
     @property
     def key(self) -> str:
-        change = " / ".join(self.after).strip()
-        return f"{self.file}:{self.function} {self.operator} {change} #{self.earlier}"
+        change = " => ".join(" / ".join(lines).strip() for lines in (self.before, self.after))
+        return f"{self.file} {self.operator} {change} #{self.earlier}"
 
     @property
     def reason(self) -> str | None:
@@ -188,12 +182,9 @@ def difference(name: str, operator: str, source: str, mutated: str) -> Drawn:
         c for c in difflib.SequenceMatcher(None, old, new, False).get_opcodes() if c[0] != "equal"
     ]
     begin, end, new_begin, new_end = changed[0][1], changed[-1][2], changed[0][3], changed[-1][4]
-    before, short = old[begin:end], operator.removeprefix("core/")
-    function = function_at(source, begin + 1)
-    alike = (n for n in range(begin) if old[n : n + len(before)] == before)
-    earlier = sum(function_at(source, n + 1) == function for n in alike)
-    after = tuple(new[new_begin:new_end])
-    return Drawn(name, begin, short, tuple(before), after, function, earlier)
+    before, after = tuple(old[begin:end]), tuple(new[new_begin:new_end])
+    earlier = sum(tuple(old[n : n + len(before)]) == before for n in range(begin))
+    return Drawn(name, begin, operator.removeprefix("core/"), before, after, earlier)
 
 
 def tests_of(file: str) -> tuple[list[str], list[str]]:
@@ -211,300 +202,70 @@ def tests_of(file: str) -> tuple[list[str], list[str]]:
     return names[:count], names[count:]
 
 
-def function_at(source: str, line: int) -> str | None:
-    """Returns the qualified name of the function that a line, from 1, is in; None outside of all.
-
-    A line of a signature is not in its function.
-    """
-    found, inside = None, ast.parse(source).body
-    prefix = ""
-    while inside:
-        node = next((n for n in inside if n.lineno <= line <= n.end_lineno), None)
-        if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line:
-            found = prefix + node.name
-            prefix = f"{found}.<locals>."
-        elif isinstance(node, ast.ClassDef):
-            prefix += f"{node.name}."
-        inside = (
-            [n for n in ast.iter_child_nodes(node) if isinstance(n, (ast.stmt, ast.ExceptHandler))]
-            if node
-            else []
-        )
-    return found
-
-
-class Watched:
-    """A plugin of pytest: how long each test takes, and which functions of ours it calls.
-
-    Calls in other processes are not seen: tests with a pool of ranks are said to have one.
-    """
-
-    def __init__(self, copy: Path):
-        self.prefix = f"{copy}/"
-        self.tests: dict[str, dict] = {}
-        self.called: set = set()
-        self.on_ranks: set = set()
-
-    def pytest_collection_modifyitems(self, items: list) -> None:
-        self.on_ranks |= {i.nodeid for i in items if any("ranks" in n for n in i.fixturenames)}
-
-    def _call(self, frame, event, _argument) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self.prefix):
-            self.called.add((code.co_filename, code.co_qualname))
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.called, self.began = set(), time.monotonic()
-        self.tests[nodeid] = {"passed": True}
-        sys.settrace(self._call)
-
-    def pytest_runtest_logreport(self, report) -> None:
-        self.tests[report.nodeid]["passed"] &= not report.failed
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        sys.settrace(None)
-        ours = {f"{file.removeprefix(self.prefix)}:{name}" for file, name in self.called}
-        seconds = round(time.monotonic() - self.began, 2)
-        mutated = sorted(at for at in ours if at.startswith((*ROOMS, "ddp/")))
-        on_ranks = nodeid in self.on_ranks
-        self.tests[nodeid] |= {"seconds": seconds, "calls": mutated, "on_ranks": on_ranks}
-
-
-class Chosen:
-    """A plugin of pytest: runs these tests alone, in this order."""
-
-    def __init__(self, tests: Sequence[str]):
-        self.order = {name: i for i, name in enumerate(tests)}
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list) -> None:
-        items[:] = [item for item in items if item.nodeid in self.order]
-        items.sort(key=lambda item: self.order[item.nodeid])
-
-
-@dataclass
-class Run:
-    """A process that tests copy `number`."""
-
-    pid: int
-    number: int
-    began: float
-    limit: float
-    output: Path
-
-
-class Copies:
-    """Copies of the tree, each for one run at a time.
-
-    A run is forked from this process, which has imported PyTorch: half of what short tests take.
-    """
-
-    def __init__(self, folder: Path, count: int):
-        self.folder, self.count = folder, count
-        for number in range(count):
-            copy_tree(self.of(number), is_private=True)
-        others = "hypothesis", "opacus", "scipy.stats", "torch._dynamo", "torch.distributed.fsdp"
-        for module in others:
-            import_module(module)
-
-    def of(self, number: int) -> Path:
-        return self.folder / str(number)
-
-    def start(self, number: int, tests: Sequence[str], limit: float, chosen: Chosen | None) -> Run:
-        output = self.folder / f"{number}.txt"
-        pid = os.fork()
-        if not pid:
-            code = 9
-            try:
-                code = self._test(self.of(number), tests, output, chosen)
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        return Run(pid, number, time.monotonic(), limit, output)
-
-    @staticmethod
-    def _test(copy: Path, tests: Sequence[str], output: Path, chosen: Chosen | None) -> int:
-        os.setsid()
-        os.chdir(copy)
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
-        ours = ("tests", "ddp", "dp_clipping", "ddp_by_hand")
-        for name in [name for name in sys.modules if name.split(".")[0] in ours]:
-            del sys.modules[name]
-        sys.path[:] = [str(copy), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
-        # A compiled file of the same second and size would pass for the changed one's.
-        sys.dont_write_bytecode = True
-        others = os.environ.get("PYTHONPATH", "").split(":")
-        os.environ |= {
-            "PYTHONPATH": ":".join([str(copy), *others]), "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
-        if not tests:
-            return 0
-        plugin, first = (chosen, ["-x"]) if chosen else (Watched(copy), [])
-        options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-        code = pytest.main([*first, *options, "-k", "not cuda", *tests], plugins=[plugin])
-        if not chosen:
-            output.with_suffix(".json").write_text(json.dumps(plugin.tests))
-        return code
-
-    @staticmethod
-    def ended(run: Run) -> tuple[str, str] | None:
-        """How a run ended: "passed", "killed" or "timeout", and the first test that failed."""
-        pid, status = os.waitpid(run.pid, os.WNOHANG)
-        if not pid and time.monotonic() - run.began < run.limit:
-            return None
-        end_session(run.pid)
-        if not pid:
-            os.waitpid(run.pid, 0)
-            return "timeout", ""
-        code = os.waitstatus_to_exitcode(status)
-        if code in (0, 5):  # 5: no test is chosen there
-            return "passed", ""
-        text = run.output.read_text(errors="replace")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
-        return "killed", failed.group(1) if failed else f"exit {code}: {text[-200:]}"
-
-
-def end_session(leader: int) -> None:
-    """Kills what a run has left."""
-    for number in session_of(leader):
-        with suppress(OSError):  # gone
-            os.kill(number, signal.SIGKILL)
-
-
-class TestFile:
-    """A job: one test file without a mutant."""
-
-    __test__ = False
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def arguments(self) -> tuple:
-        return [self.name], 300, None
-
-    def prepare(self, copy: Path) -> None:
-        pass
-
-    def finish(self, copy: Path, end: str, test: str, seconds: float) -> dict:
-        seen = copy.with_suffix(".json")
-        tests = json.loads(seen.read_text()) if seen.exists() else {}
-        seen.unlink(missing_ok=True)
-        failed = [name for name, facts in tests.items() if not facts["passed"]]
-        end = end if tests or end == "passed" else f"{end} {test}"
-        return {"kind": "test file", "key": self.name, "end": end, "tests": tests,
-                "test": " ".join(failed), "seconds": seconds}  # fmt: skip
-
-
-class Judged:
-    """A job: one mutant with the tests that call the function it is in, and then those on ranks."""
-
-    def __init__(
-        self, mutant: Drawn, files: Sequence[str], known: dict[str, dict], most_seconds: float
-    ):
-        self.mutant, self.source = mutant, (ROOT / mutant.file).read_text()
-        self.at = f"{mutant.file}:{mutant.function}"
-        all_tests = [
-            (place, name, facts)
-            for place, file in enumerate(files)
-            for name, facts in known[file]["tests"].items()
-            if facts["passed"] and "seconds" in facts
-        ]
-        mine = [
-            t for t in all_tests
-            if mutant.function is None or self.at in t[2]["calls"] or t[2].get("on_ranks")
-        ]  # fmt: skip
-        for some in (mine, all_tests):
-            some.sort(key=lambda t: (self.at not in t[2]["calls"], t[2]["seconds"]))
-        chosen, self.seconds = [], 0.0
-        for place, name, facts in mine or all_tests:
-            if self.seconds + facts["seconds"] <= most_seconds:
-                chosen.append((place, name))
-                self.seconds += facts["seconds"]
-        self.tests = [name for _, name in sorted(chosen, key=lambda pair: pair[0])]
-
-    def arguments(self) -> tuple:
-        files = list(dict.fromkeys(name.partition("::")[0] for name in self.tests))
-        return files, LEAST_SECONDS + PATIENCE * self.seconds, Chosen(self.tests)
-
-    def prepare(self, copy: Path) -> None:
-        path = copy / self.mutant.file
-        path.write_text(self.mutant.apply(self.source))
-        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
-
-    def finish(self, copy: Path, end: str, test: str, seconds: float) -> dict:
-        (copy / self.mutant.file).write_text(self.source)
-        end = "survived" if end == "passed" else end
-        return {"kind": "mutant", "key": self.mutant.key, **asdict(self.mutant), "end": end,
-                "test": test, "tests": len(self.tests), "seconds": seconds}  # fmt: skip
-
-
 def run_all(mutants: Sequence[Drawn], results: Path, processes: int, seconds: float) -> None:
-    """Appends a line for each mutant that has none yet; stops after so many seconds.
+    """Appends a line for each mutant that has none yet; begins none after so many seconds.
 
     First by the tests of their folders; what survives is run against the wider ones.
     """
-    end = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder:
-        copies = Copies(Path(folder), processes)
-        for stage, most in enumerate(MOST_SECONDS):
-            lines = read(results)
-            judged = {line["key"] for line in lines if line["kind"] == "mutant"}
-            tried = judged | {line["key"] for line in lines if line["kind"] == f"stage {stage}"}
-            left = [m for m in mutants if m.key not in tried and m.reason is None]
-            known = {line["key"]: line for line in lines if line["kind"] == "test file"}
-            wanted = {name for m in left for name in tests_of(m.file)[stage]}
-            known |= in_turn(copies, map(TestFile, sorted(wanted - known.keys())), results, end)
-            if wanted - known.keys():
-                return  # the time is over
-            jobs = (
-                Judged(m, [f for f in tests_of(m.file)[stage] if f in known], known, most)
-                for m in left
-            )
-            in_turn(copies, jobs, results, end, stage)
+    end, copies = time.monotonic() + seconds, Queue()
+    known = {line["key"]: line for line in read(results)}
 
+    def run(
+        kind: str, key: str, tests: Sequence[str], limit: float, mutant: Drawn | None = None
+    ) -> dict | None:
+        """Runs tests in a copy, with a mutant; returns the line of the results."""
+        if time.monotonic() > end:
+            return None
+        copy, began = copies.get(), time.monotonic()
+        if mutant is not None:
+            source = (copy / mutant.file).read_text()
+            (copy / mutant.file).write_text(mutant.apply(source))
+        code, output = pytest_in(copy, tests, limit) if tests else (0, "")
+        if mutant is not None:
+            (copy / mutant.file).write_text(source)
+        copies.put(copy)
+        end_of = {None: "timeout", 0: "survived", 5: "survived"}  # 5: no test is chosen there
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+        return {
+            "kind": kind, "key": key, "end": end_of.get(code, "killed"),
+            "test": failed.group(1) if failed else "" if code in end_of else output[-200:],
+            "seconds": round(time.monotonic() - began, 1),
+        }  # fmt: skip
 
-def in_turn(
-    copies: Copies, jobs: Iterable, results: Path, end: float, stage: int = 1
-) -> dict[str, dict]:
-    """Runs jobs in all copies; returns the lines of those that ended, by key."""
-    waiting, lines, busy = iter(jobs), {}, {}
-    free = list(range(copies.count))
-    while True:
-        while free and time.monotonic() < end and (job := next(waiting, None)):
-            number = free.pop()
-            job.prepare(copies.of(number))
-            busy[number] = job, copies.start(number, *job.arguments())
-        if not busy:
-            return lines
-        for number, (job, run) in list(busy.items()):
-            ended = copies.ended(run)
-            is_late = time.monotonic() > end  # then it is not judged: another call begins with it
-            if ended is None and not is_late:
-                continue
-            if ended is None:
-                end_session(run.pid)
-                os.waitpid(run.pid, 0)
-            line = job.finish(
-                copies.of(number), *(ended or ("", "")), round(time.monotonic() - run.began, 1)
-            )
-            del busy[number]
-            free.append(number)
-            if ended is None:
-                continue
-            if line["end"] == "survived" and stage == 0:
-                line["kind"] = "stage 0"
-            lines[line["key"]] = line
+    def keep(line: dict | None) -> None:
+        if line is not None:
+            known[line["key"]] = line
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            if line["kind"] != "stage 0":
-                print(
-                    f"{line['end']:9} {line['seconds']:6} {line['key']}  {line['test']}", flush=True
-                )
-        time.sleep(0.02)
+            print(f"{line['end']:9} {line['seconds']:6} {line['key']}  {line['test']}", flush=True)
+
+    def judge(mutant: Drawn, stage: int) -> bool:
+        """Keeps the line of a mutant; returns whether the next tests have to be run."""
+        tests = tests_of(mutant.file)[stage]
+        limit = LEAST_SECONDS + PATIENCE * known[" ".join(sorted(tests))]["seconds"]
+        line = run("mutant", mutant.key, tests, limit, mutant)
+        survives = line is not None and line["end"] == "survived"
+        if line is not None and (stage or not survives):
+            keep(line | asdict(mutant))
+        return survives
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+        for number in range(processes):
+            copies.put(Path(folder, str(number)))
+            copy_tree(copies.queue[-1], is_private=True)
+        left = [m for m in mutants if m.key not in known and m.reason is None]
+        for stage in range(2):
+            lists = {" ".join(sorted(tests_of(m.file)[stage])) for m in left}
+            new = sorted(lists - known.keys())
+            whole = partial(run, "tests", limit=MOST_SECONDS)
+            for line in pool.map(whole, new, map(str.split, new)):
+                keep(line)
+            if not lists <= known.keys():
+                return  # the time is over
+            if wrong := [tests for tests in lists if known[tests]["end"] != "survived"]:
+                raise RuntimeError(f"without a mutant: {known[wrong[0]]}")
+            survive = list(pool.map(judge, left, [stage] * len(left)))
+            left = [mutant for mutant, does in zip(left, survive, strict=True) if does]
 
 
 def read(results: Path) -> list[dict]:
@@ -527,7 +288,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write them to FILE and stop")
     parser.add_argument("--mutants", type=Path, metavar="FILE", help="run those that --draw wrote")
     parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="JSON lines")
-    parser.add_argument("--range", default=":", metavar="A:B", help="of the mutants, A to B - 1")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=600, help="stop then; call again to go on")
     parser.add_argument("--print", action="store_true", help="print what is there; run nothing")
@@ -540,8 +300,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.draw:
         given.draw.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=0))
         return 0
-    begin, _, end = given.range.partition(":")
-    mutants = mutants[int(begin or 0) : int(end or len(mutants))]
     if not given.print:
         run_all(mutants, given.results, given.processes, 60 * given.minutes)
     killed, survived, equivalent, alive = score(mutants, given.results)

@@ -92,19 +92,6 @@ class Pair(Beside):
             torch.testing.assert_close(state[f"module.{name}"], value, **tolerance)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
-def test_it_trains_as_one_process_on_all_data(context: Context) -> None:
-    torch.manual_seed(context.rank)
-    pair = Pair(context, Network())
-    torch.manual_seed(0)  # rank 0's values go to all
-    torch.testing.assert_close(pair.reference.state_dict(), Network().state_dict())
-    for step in range(3):
-        pair.backward(step)
-        pair.finish()
-        pair.step()
-
-
 class _All:
     """Several optimizers as one."""
 

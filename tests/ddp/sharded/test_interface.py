@@ -18,18 +18,6 @@ from tests.support.on_ranks import on_ranks
 TWO = (None, False)
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(3, "zero1"), (2, "zero2")])
-@on_ranks()
-def test_clipping_takes_the_norm_over_all_ranks(context: Context, name: str) -> None:
-    for max_norm in (0.1, 1e9):
-        pair = Beside(context, name)
-        pair.backward(chain_loss(0))
-        pair.finish()
-        expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), max_norm)
-        torch.testing.assert_close(pair.model.clip_grad_norm_(max_norm), expected)
-        pair.compare()
-
-
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp"])
 @on_ranks(2)
 def test_clipping_by_pytorch_is_refused_with_what_to_call(context: Context, name: str) -> None:
