@@ -39,7 +39,6 @@ from dp_clipping.kernels.squared_norms import (
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution
-from dp_clipping.layers.embedding.tied import TiedFactors, TiedTokens
 from dp_clipping.layers.norm import plain_gradients
 from dp_clipping.layers.projection import precision_of
 from dp_clipping.layers.recorder import (
@@ -61,13 +60,6 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import allocated, version_of
 
 Pair = tuple[Tensor, Tensor]
-ON_KERNELS: dict[type, Any] = {convolution.Factors: ConvolutionFactors, TiedFactors: TiedTokens.of}
-
-
-def _on_kernels(value: Any) -> Any:
-    """Returns factors of a use in the form that kernels take."""
-    make = ON_KERNELS.get(type(value))
-    return value.on_kernels() if make is None else make(value)
 
 
 class Fused(Work):
@@ -180,14 +172,12 @@ class Fused(Work):
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
-            if type(value) is convolution.Factors:
-                if not convolutions:
-                    most = packed_at_a_time(self._held - allocated(self._device))
-                convolutions.append(ConvolutionFactors(value, most))
+            if type(value) is ConvolutionFactors:
+                convolutions.append(value)
                 of_convolutions.append(record)
                 del left, value
                 continue
-            use = _on_kernels(value)
+            use = value.on_kernels()
             del left, value
             if isinstance(use, Tokens):
                 tables.append(use)
@@ -207,8 +197,9 @@ class Fused(Work):
             else:
                 self.recomputed.append(record)
         if convolutions:
+            most = packed_at_a_time(self._held - allocated(self._device))
             with NOTHING if label is None else label("norm/factors", of_convolutions):
-                norms = take_norms(convolutions, keep=not self.two_passes)
+                norms = take_norms(convolutions, not self.two_passes, most)
             for numbers, squares, scales, gram_error, sum_error in norms:
                 own = list(map(of_convolutions.__getitem__, numbers))
                 if scales is None:
@@ -357,16 +348,14 @@ class Fused(Work):
                 y, a = how.tokens(y, a, self.batch_size)
                 pair: Any = (a, y) if how.transposed else (y, a)
                 if how.weight in self.plans.roundable and precision_of(how) == "tf32":
-                    pair = ConvolutionFactors(convolution.rounded_product(*pair))
+                    pair = convolution.rounded_product(*pair)
                 add(how.weight, pair, left)
                 if how.bias is not None and how.bias not in self.taken:
                     add(how.bias, y.sum(1, dtype=torch.float32), left)
             elif left.kind is DENSE:
                 add(left.records[0], left.value[0], left)
             elif left.kind is FACTORS:
-                value = left.value
-                use = _on_kernels(value)
-                add(left.records[0], use, left)
+                add(left.records[0], left.value.on_kernels(), left)
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors
+from dp_clipping.kernels.convolution.factors import take_norms
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.state import BatchNorms
@@ -523,14 +523,14 @@ def check_pieces() -> None:
     model.skip_checks()
     most = []
 
-    def made(use: Any, bytes_at_a_time: int) -> Any:
+    def taken(uses: Any, keep: bool, bytes_at_a_time: int) -> Any:
         most.append(bytes_at_a_time)
-        return ConvolutionFactors(use, bytes_at_a_time)
+        return take_norms(uses, keep, bytes_at_a_time)
 
     freed = 2 * 1 << 27
     with (
         patch.object(fused, "allocated", lambda device: -freed),
-        patch.object(fused, "ConvolutionFactors", made),
+        patch.object(fused, "take_norms", taken),
     ):
         clipped_sums(model, (torch.randn(3, 4, 4, 4), torch.randn(3, 32)))
     assert most == [1 << 27]
