@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dp_clipping.clipping.accumulation import ACCUMULATED, autocast_operands, sum_of_pictures
 from dp_clipping.kernels.convolution import packing
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors
-from dp_clipping.kernels.convolution.geometry import Geometry, dense_gradients, is_narrow
+from dp_clipping.kernels.convolution.geometry import Geometry, is_narrow
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors, dense_gradients
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, forward_of
@@ -171,7 +171,7 @@ class Convolution(torch.autograd.Function):
             return gx, None, None, gradients, biases, None
         for record, own in ((site.weight, gradients), (site.bias, biases)):
             if record is not None and own is not None:
-                private_step.take(DENSE, (record,), (own, None), (own,))
+                private_step.take(DENSE, (record,), None, (own,))
         return gx, None, None, None, None, None
 
 

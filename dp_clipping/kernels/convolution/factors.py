@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,124 +18,20 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import SUM_ROUNDING, stored_dtype
 from dp_clipping.clipping.norms import GRAM_ROUNDING
 from dp_clipping.kernels.convolution import gram, packing
-from dp_clipping.kernels.convolution.geometry import Geometry, Layout, Packed, dense_gradients
+from dp_clipping.kernels.convolution.geometry import Layout, Packed
 from dp_clipping.kernels.convolution.layout import (
+    ConvolutionFactors,
     folded,
-    layout_of,
     memory_of_gradients,
+    pack_whole,
     pair_of,
-    pairs_of_groups,
 )
-from dp_clipping.kernels.convolution.packing import pack, pack_all
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ceil_div
 
 LEAST_PROGRAMS = 132  # of a launch, if samples are divided: fewer leave processors idle
-
-
-class ConvolutionFactors:
-    """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *shape].
-
-    `take_norms` packs them for the kernels of linear layers, as `pack_together` does.
-
-    Args:
-        x, y: in three dimensions, in float32, bfloat16 or float16. Of a transposed convolution the
-            outputs are x.
-        rounds: kernels may round float32 to 11 bits, as TensorFloat-32 does; else
-            `torch.backends.cudnn.conv` says so.
-
-    Attributes:
-        layout: of packed operands, whose dtype is `dtype`.
-        values: the tensors of which the sum will be formed: x and y, later packed operands.
-        scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
-        pair: packed operands as those of linear layers, groups as samples, or None.
-        summands: the same with one entry of each group.
-        gradients: G [B, groups, runs, O, taps · C], kept in place of operands, or None.
-    """
-
-    held = attrgetter("values")
-
-    def __init__(
-        self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, geometry: Geometry,
-        rounds: bool = False,
-    ):  # fmt: skip
-        self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
-        cudnn: Any = torch.backends.cudnn
-        wide = x.dtype == torch.float32
-        self.tf32 = wide and (rounds or cudnn.conv.fp32_precision == "tf32")
-        self.dtype = torch.float16 if self.tf32 else x.dtype
-        pictures = max(1, x.shape[0] // max(1, batch_size))
-        self.layout = layout_of(x.shape, y.shape, self.dtype.itemsize, pictures, geometry)
-        self.values: tuple[Tensor, ...] = (x, y)  # packed, they may be the layer's own
-        self.scale: Tensor | None = None
-        self.pair: Pair | None = None
-        self.summands: list[Pair] = []
-        self.gradients: Tensor | None = None
-
-    def dense(self) -> Tensor:
-        """Returns G [B, *shape] by PyTorch."""
-        x, y = self.values
-        return dense_gradients(x, y, self.shape, self.geometry, self.batch_size)
-
-    def on_kernels(self) -> ConvolutionFactors:
-        """Returns itself, which is packed with others."""
-        return self
-
-    @property
-    def y(self) -> Tensor:
-        """Returns a tensor of the dtype of output gradients."""
-        return self.values[1]
-
-    def keep(self, gradients: Tensor) -> None:
-        """Keeps G [B · groups, ..] in place of the operands."""
-        self.values, self.pair, self.summands = (), None, []
-        self.gradients = gradients.view(self.batch_size, self.geometry.groups, *gradients.shape[1:])
-
-    def take_norms_of_pieces(self, samples: int) -> Tensor:
-        """Returns squared norms [1, B · groups] and keeps G; so many samples are packed at once."""
-        size, layout = self.batch_size, self.layout
-        pictures, groups = layout.to_x.pictures, self.geometry.groups
-        (x, y), self.values = self.values, ()
-        gradients = memory_of_gradients(y, layout, size, stored_dtype(self.dtype))
-        squares: list[Tensor] = []
-        scales: list[Any] = []
-        for first in range(0, size, samples):
-            rows = slice(first * pictures, (first + samples) * pictures)
-            own = gradients[first * groups : (first + samples) * groups]
-            own_x = folded(x[rows], self.geometry, layout) if layout.folds else x[rows]
-            piece = pack(own_x, y[rows], layout.to_x, layout.to_y, self.tf32)
-            del own_x
-            if first + samples >= size:
-                del x, y  # nobody else may have them
-            squares.append(gradients_and_squares([pair_of(piece, layout)], None, [own])[1])
-            scales.append(piece.scale)
-            del piece  # before others are packed
-        if scales[0] is not None:
-            self.scale = torch.cat(scales)
-        self.keep(gradients)
-        return torch.cat(squares, 1)
-
-
-def pack_together(uses: Sequence[ConvolutionFactors]) -> None:
-    """Packs all samples of the uses that are not packed yet, in place of their x and y."""
-    alike: dict[tuple[torch.dtype, bool], list[ConvolutionFactors]] = {}
-    for use in uses:
-        if use.pair is not None or use.gradients is not None:
-            continue
-        alike.setdefault((use.values[0].dtype, use.tf32), []).append(use)
-    for (_, tf32), mine in alike.items():
-        operands = []
-        for use in mine:
-            (x, y), layout = use.values, use.layout
-            use.values = ()
-            x = folded(x, use.geometry, layout) if layout.folds else x
-            operands.append((x, y, layout.to_x, layout.to_y))
-            del x, y
-        for use, found in zip(mine, pack_all(operands, tf32), strict=True):
-            use.values, use.scale, use.pair = found[:2], found[2], pair_of(found, use.layout)
-            is_one = use.geometry.groups == 1
-            use.summands = [use.pair] if is_one else pairs_of_groups(use.pair, use.layout)
 
 
 Rows = tuple[Sequence[int], Tensor, Tensor | None, float, float]
@@ -158,11 +53,11 @@ def take_norms(
     for n, use in enumerate(uses):
         samples = samples_at_a_time(use.layout, use.dtype, use.batch_size, most) if keep else 0
         if 0 < samples < use.batch_size:
-            squares = _of_samples([use], use.take_norms_of_pieces(samples))
+            squares = _of_samples([use], _norms_of_pieces(use, samples))
             found.append(((n,), squares, None, 0.0, 0.0))
         else:
             whole.append((n, samples > 0))
-    pack_together([uses[n] for n, _ in whole])
+    pack_whole([uses[n] for n, _ in whole])
     together: dict[tuple[bool, bool, int], tuple[list, list, list[Pair]]] = {}
     for n, stores in whole:
         use = uses[n]
@@ -190,6 +85,31 @@ def take_norms(
                 use.keep(one)
         del pairs
     return found
+
+
+def _norms_of_pieces(use: ConvolutionFactors, samples: int) -> Tensor:
+    """Returns squared norms [1, B · groups] and keeps G; so many samples are packed at once."""
+    size, layout = use.batch_size, use.layout
+    pictures, groups = layout.to_x.pictures, use.geometry.groups
+    (x, y), use.values = use.values, ()
+    gradients = memory_of_gradients(y, layout, size, stored_dtype(use.dtype))
+    squares: list[Tensor] = []
+    scales: list[Any] = []
+    for first in range(0, size, samples):
+        rows = slice(first * pictures, (first + samples) * pictures)
+        own = gradients[first * groups : (first + samples) * groups]
+        own_x = folded(x[rows], use.geometry, layout) if layout.folds else x[rows]
+        piece = pack(own_x, y[rows], layout.to_x, layout.to_y, use.tf32)
+        del own_x
+        if first + samples >= size:
+            del x, y  # nobody else may have them
+        squares.append(gradients_and_squares([pair_of(piece, layout)], None, [own])[1])
+        scales.append(piece.scale)
+        del piece  # before others are packed
+    if scales[0] is not None:
+        use.scale = torch.cat(scales)
+    use.keep(gradients)
+    return torch.cat(squares, 1)
 
 
 def _of_samples(uses: Sequence[ConvolutionFactors], squares: Tensor) -> Tensor:

@@ -17,13 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dp_clipping.clipping.accumulation import ACCUMULATED, full_float32
-
 NONE, ONE = (0, 0, 0), (1, 1, 1)
 TILE = 128  # rows and columns of a program, of which most kernels have at least as many
 NARROW = 16  # inputs times outputs of a group, up to which matrix units may be left alone
 NARROW_VALUES = 256  # of G, up to which they are where there is one group
-CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 
 
 class Geometry(NamedTuple):
@@ -247,27 +244,3 @@ def gradients_plain(x: Tensor, y: Tensor, geometry: Geometry, batch_size: int) -
     own = y.view(batch_size, pictures, groups, outputs, *positions).permute(0, 2, 3, 1, 4, 5, 6)
     left = own.reshape(batch_size * groups, outputs, length)
     return torch.bmm(left, right).view(batch_size, groups * outputs, inputs, taps)
-
-
-def dense_gradients(
-    x: Tensor, y: Tensor, shape: torch.Size, geometry: Geometry, batch_size: int
-) -> Tensor:
-    """Returns G [B, *shape] in `accumulation_dtype(dtype)`; some patches are formed at a time.
-
-    Args:
-        x, y: as `gradients_plain` takes them.
-        shape: of the parameter.
-    """
-    rows, dtype = x.shape[0], ACCUMULATED.get(y.dtype, torch.float32)
-    pictures = rows // max(1, batch_size)
-    each = max(1, pictures * prod(y.shape[2:]) * x.shape[1] * prod(geometry.taps))
-    step = max(1, CHUNK_ELEMENTS // each) * max(1, pictures)
-    if not batch_size:
-        return y.new_zeros(0, *shape, dtype=dtype)
-    with full_float32():
-        found = [
-            gradients_plain(own_x.to(dtype), own_y.to(dtype), geometry, own_x.shape[0] // pictures)
-            for own_x, own_y in zip(x.split(step), y.split(step), strict=True)
-        ]
-    whole = found[0] if len(found) == 1 else torch.cat(found)
-    return whole.view(batch_size, *shape)

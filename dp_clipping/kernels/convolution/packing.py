@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import gcd, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,116 +22,62 @@ from dp_clipping.kernels.launch.tiles import (
     _holders,
     ceil_div,
     held,
-    kept_table_on,
     launch,
     next_power_of_two,
     tl,
     triton,
 )
 
-if triton is not None:
-    from dp_clipping.kernels.launch.tiles import _row_of
-
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
 MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
-TOGETHER = 1 << 22  # values from which on packed operands share no launch with those of other uses
-MOST_ROWS = 128  # operands of a launch
-ALIGNED = 16  # values: strides that are multiples of it are read in 16 bytes
-# Of a row: the operand, its result, the places of its pixels or 0; the largest values of its
-# samples, those of the other operand, and the scale that it writes or 0; then `_How.numbers`.
-WORDS = 16
-
-Use = tuple[Tensor, Tensor, Target, Target]
-"""Operands x [N, C, D, H, W] and y [N, O, ..], and how each of them is packed."""
+UNSPECIALIZED = [
+    f"{name}_{operand}" for operand in "xy" for name in ("n_plane", "pictures", "n_rows")
+]
 
 
 def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -> Packed:
-    """Calls `pack_all` for one use."""
-    return pack_all([(x, y, to_x, to_y)], tf32)[0]
+    """Packs both by one launch. Float32 becomes scaled float16 if TensorFloat-32 may be used.
 
-
-def pack_all(uses: list[Use], tf32: bool = False) -> list[Packed]:
-    """Packs operands in one dtype: float32, bfloat16 or float16; and empties `uses`.
-
-    Float32 becomes scaled float16 if TensorFloat-32 may be used. Few launches serve small operands.
-    What large ones are packed from is freed before others are packed.
+    Args:
+        x, y: [N, C, D, H, W] and [N, O, ..] in float32, bfloat16 or float16.
     """
-    found: list[Packed] = []
-    uses.reverse()
-    while uses:
-        several: list[tuple[tuple[Tensor, _How], tuple[Tensor, _How]]] = []
-        size, fills = 0, False
-        while uses and (not several or size < TOGETHER) and 2 * len(several) < MOST_ROWS:
-            x, y, to_x, to_y = uses.pop()
-            is_scaled = tf32 and x.dtype == torch.float32
-            of_x = _how(x.shape, x.stride(), is_scaled, to_x, x.device)
-            of_y = _how(y.shape, y.stride(), is_scaled, to_y, y.device)
-            several.append(((x, of_x), (y, of_y)))
-            size += of_x.size + of_y.size
-            fills = fills or of_x.fills or of_y.fills
-        new = x.new_zeros if fills else x.new_empty  # for all at once
-        memory = new(size, dtype=torch.float16 if is_scaled else x.dtype)
-        del x, y
-        found += _pack_small(several, memory, is_scaled)
-    return found
-
-
-def _pack_small(
-    uses: list[tuple[tuple[Tensor, _How], tuple[Tensor, _How]]], memory: Tensor, is_scaled: bool
-) -> list[Packed]:
-    """Packs operands into memory that all of them have together."""
-    found: list[Packed] = []
-    rows: dict[tuple, tuple[list[int], list[int]]] = {}  # words, and first programs, by constants
-    read: list[Any] = []  # what a launch reads, and nothing else may hold
-    dtype, start = uses[0][0][0].dtype, 0
-    for use in uses:
-        scale, addresses = None, ((0, 0, 0), (0, 0, 0))
-        if is_scaled:
-            samples = use[0][0].shape[0] // use[0][1].pictures
-            largest = []
-            for operand, _ in use:
-                if operand.numel():
-                    operand = operand.unflatten(0, (samples, -1))
-                    largest.append(torch.linalg.vector_norm(operand, torch.inf, (1, 2, 3, 4, 5)))
-                else:
-                    largest.append(operand.new_zeros(samples))
-            scale = operand.new_empty(samples)
-            of_x, of_y = largest[0].data_ptr(), largest[1].data_ptr()
-            addresses = (of_x, of_y, scale.data_ptr()), (of_y, of_x, 0)
-            read.append(largest)
-        results = []
-        for (operand, how), own in zip(use, addresses, strict=True):
-            if how.keeps:
-                results.append(operand.movedim(1, -1).view(how.shape))
-                continue
-            operand = operand.contiguous() if how.copies else operand
-            result = memory.as_strided(how.shape, how.strides, start)
-            results.append(result)
-            start += how.size
-            if not how.programs:
-                continue
-            read.append(operand)
-            place = 0
-            if how.places is not None:
-                place = held(how.places).data_ptr() if _holders else how.places.data_ptr()
-            kind = how.kinds[operand.data_ptr() % ALIGNMENT > 0]
-            words, starts = rows.setdefault(kind, ([], [0]))
-            words += operand.data_ptr(), result.data_ptr(), place, *own, *how.numbers
-            starts.append(starts[-1] + how.programs)
-        # `Packed(..)` would call a function in Python.
-        found.append(tuple.__new__(Packed, (*results, scale)))
-    for kind, (words, starts) in rows.items():
-        table = kept_table_on(memory.device, (*starts, *words))
-        launch(
-            _pack_kernel, (starts[-1],), (table[len(starts) :], table[: len(starts)]),
-            (len(starts) - 1,), GIVEN=dtype, PACKED=memory.dtype, SCALED=is_scaled, **dict(kind),
-            SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK, MOST=MOST_ROWS, WORDS=WORDS,
-            num_warps=4,
+    is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
+    work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y, x.device)
+    if _holders:
+        held(work.places)
+    shapes, keeps = work.shapes, work.keeps
+    if all(keeps):
+        x, y = x.movedim(1, -1), y.movedim(1, -1)
+        return tuple.__new__(Packed, (x.view(shapes[0]), y.view(shapes[1]), None))
+    scale = None
+    norms: tuple[Any, Any] = (None, None)
+    if is_scaled:
+        samples, largest = (x.shape[0] // to_x.pictures, -1), torch.linalg.vector_norm
+        dims = (1, 2, 3, 4, 5)
+        norms = (
+            largest(x.unflatten(0, samples), torch.inf, dims),
+            largest(y.unflatten(0, samples), torch.inf, dims),
         )  # fmt: skip
-    return found
+        scale = norms[0].new_empty(samples[0])
+    new = x.new_zeros if work.fills else x.new_empty  # for both at once
+    memory = new(work.size, dtype=torch.float16 if is_scaled else x.dtype)
+    results = (
+        x.movedim(1, -1).view(shapes[0]) if keeps[0]
+        else memory.as_strided(shapes[0], work.strides[0]),
+        y.movedim(1, -1).view(shapes[1]) if keeps[1]
+        else memory.as_strided(shapes[1], work.strides[1], work.start),
+    )  # fmt: skip
+    if work.programs:
+        x = x.contiguous() if work.copies[0] else x
+        y = y.contiguous() if work.copies[1] else y
+        launch(
+            _pack_kernel, (work.programs,), (x, y, *results, *norms, scale, *work.places),
+            work.numbers, SCALED=is_scaled, **work.constants, num_warps=4,
+        )  # fmt: skip
+    return tuple.__new__(Packed, (*results, scale))  # `Packed(..)` would call a function in Python
 
 
 def packed_at_a_time(freed: int) -> int:
@@ -146,33 +92,31 @@ def packed_at_a_time(freed: int) -> int:
     return min(MOST_PACKED_BYTES, max(PACKED_BYTES, half))
 
 
-class _How(NamedTuple):
-    """Says how an operand of one shape and strides is packed.
+class _Work(NamedTuple):
+    """Holds what follows from the shapes: of the results, and the arguments of the launch.
 
     Attributes:
-        pictures: of a sample.
-        shape, strides: of the result.
-        size: elements of memory that it takes.
-        keeps: the operand already lies so, and is its own result.
-        copies: it is copied first, since its pixels are not at equal distances.
-        fills: zeros are between what is written.
-        places: those of a picture's pixels (`places_of_pixels`), where it is not packed pixel by
-            pixel.
-        programs, numbers: of its row in the launch.
-        kinds: the constants of its launch, and those for an operand whose address is not aligned.
+        strides: of the results in memory that they share.
+        start: of the second of them.
+        size: of that memory, in elements.
+        keeps: of each operand, whether it already lies so.
+        copies: whether it is copied first, since its pixels are not at equal distances.
+        fills: whether zeros are between what is written.
+        places: of each operand, those of a picture's pixels (`places_of_pixels`), where it is not
+            packed pixel by pixel.
     """
 
-    pictures: int
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
+    shapes: tuple[tuple[int, int, int], tuple[int, int, int]]
+    strides: tuple[tuple[int, int, int], tuple[int, int, int]]
+    start: int
     size: int
-    keeps: bool
-    copies: bool
+    keeps: tuple[bool, bool]
+    copies: tuple[bool, bool]
     fills: bool
-    places: Tensor | None
+    places: tuple[Tensor | None, Tensor | None]
     programs: int
     numbers: tuple[int, ...]
-    kinds: tuple[tuple, tuple]
+    constants: dict[str, Any]
 
 
 def _distance(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
@@ -200,44 +144,47 @@ def _places_on(device: torch.device, pixels: tuple[int, ...], to: Target) -> Ten
     return places_of_pixels(pixels, to).to(device)
 
 
-@lru_cache(maxsize=2048)
-def _how(
-    given: torch.Size, strides: tuple[int, ...], is_scaled: bool, to: Target, device: torch.device
-) -> _How:
-    pictures, channels, *pixels = given
-    count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
-    # With padding and a stride the grid may have the sizes of the pixels, and other places.
-    is_moved = (*pixels,) != to.grid.sizes or prod(to.grid.phases) > 1
-    is_placed = is_moved or any(to.padding)
-    is_padded = to.groups * to.width != channels
-    pixel = _distance(pixels, strides[2:])
-    places = (channels * count, count, 1) if pixel is None else (*strides[:2], pixel)
-    is_last = _lie_at((pictures, channels, count), places, (channels * count, 1, channels))
-    keeps = is_last and not (is_scaled or is_placed or is_padded or to.groups > 1)
-    shape = to.shape(pictures)
-    _, rows, width = shape
-    by_picture, by_channel, by_pixel = places
-    unit = 1 if by_pixel == 1 else 2 if by_channel == 1 else 0
-    strided = {1: by_channel, 2: by_pixel}.get(unit, 1)
-    is_aligned = by_picture % ALIGNED == 0 and strided % ALIGNED == 0
-    kinds = [
-        (
-            ("GROUPED", to.groups > 1), ("UNIT", unit), ("ALIGNED", ALIGNED if aligned else 1),
-            ("ROW", gcd(width, ALIGNED)), ("BLOCK_C", block),
+@lru_cache(maxsize=1024)
+def _work_of(
+    x: torch.Size, y: torch.Size, strides_x: tuple[int, ...], strides_y: tuple[int, ...],
+    is_scaled: bool, to_x: Target, to_y: Target, device: torch.device,
+) -> _Work:  # fmt: skip
+    """Returns the work on operands of such shapes and strides."""
+    keeps, copies, fills, counts, tables = [], [], [], [], []
+    numbers: list[int] = []
+    constants: dict[str, Any] = dict(SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK)
+    for name, (pictures, channels, *pixels), strides, to in (
+        ("X", x, strides_x, to_x), ("Y", y, strides_y, to_y),
+    ):  # fmt: skip
+        count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
+        # With padding and a stride the grid may have the sizes of the pixels, and other places.
+        is_moved = (*pixels,) != to.grid.sizes or prod(to.grid.phases) > 1
+        is_placed = is_moved or any(to.padding)
+        is_padded = to.groups * to.width != channels
+        pixel = _distance(pixels, strides[2:])
+        copies.append(pixel is None)
+        places = (channels * count, count, 1) if pixel is None else (*strides[:2], pixel)
+        is_last = _lie_at((pictures, channels, count), places, (channels * count, 1, channels))
+        keeps.append(is_last and not (is_scaled or is_placed or is_padded or to.groups > 1))
+        fills.append(is_placed or is_padded)
+        counts.append(
+            0 if keeps[-1] else pictures * ceil_div(count, BLOCK) * ceil_div(channels, block)
         )
-        for aligned in (is_aligned, False)
-    ]  # fmt: skip
-    return _How(
-        to.pictures, shape, (rows * width, width, 1),
-        0 if keeps else ceil_div(prod(shape), ALIGNED) * ALIGNED, keeps, pixel is None,
-        not keeps and (is_placed or is_padded),
-        _places_on(device, (*pixels,), to) if is_placed else None,
-        pictures * ceil_div(count, BLOCK) * ceil_div(channels, block),
-        (
-            channels, count, *places, prod(to.grid.sizes) if is_placed else count, to.pictures,
-            rows, channels // to.groups, width,
-        ),
-        (kinds[0], kinds[1]),
+        tables.append(_places_on(device, (*pixels,), to) if is_placed else None)
+        numbers += channels, count, *places, prod(to.grid.sizes) if is_placed else count
+        numbers += to.pictures, to.shape(pictures)[1], channels // to.groups, to.width
+        constants |= {
+            f"PLACED_{name}": is_placed, f"GROUPED_{name}": to.groups > 1, f"BLOCK_{name}": block,
+        }  # fmt: skip
+    shapes = to_x.shape(x[0]), to_y.shape(y[0])
+    rows = [(count * width, width, 1) for _, count, width in shapes]
+    sizes = [0 if keep else prod(shape) for keep, shape in zip(keeps, shapes, strict=True)]
+    start = ceil_div(sizes[0], ALIGNMENT) * ALIGNMENT
+    return _Work(
+        shapes, (rows[0], rows[1]), start, start + sizes[1], (keeps[0], keeps[1]),
+        (copies[0], copies[1]),
+        any(fill and not keep for fill, keep in zip(fills, keeps, strict=True)),
+        (tables[0], tables[1]), sum(counts), (counts[0], *numbers), constants,
     )  # fmt: skip
 
 
@@ -254,31 +201,17 @@ if triton is not None:
         """Returns 2 to the power of -126 to 127, from its bits."""
         return (exponent + 127 << 23).to(tl.float32, bitcast=True)
 
-    @triton.jit(do_not_specialize=["n_rows"])
-    def _pack_kernel(
-        p_words, p_starts, n_rows, GIVEN: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-        GROUPED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, ROW: tl.constexpr,
-        BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
-        BLOCK_L: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr,
+    @triton.jit
+    def _pack_tile(
+        p_x, p_packed, p_largest, p_places, i_program, n_channels, n_l, s_picture, s_channel,
+        s_pixel, n_plane, pictures, n_rows, n_own, n_row, PLACED: tl.constexpr,
+        GROUPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
         """Copies a tile of [C, D, H, W] of one picture to its places."""
-        i_row, i_program = _row_of(p_starts, n_rows, MOST)
-        p_row = p_words + i_row * WORDS
-        p_x = tl.multiple_of(tl.load(p_row).to(tl.pointer_type(GIVEN)), ALIGNED)
-        p_packed = tl.multiple_of(tl.load(p_row + 1).to(tl.pointer_type(PACKED)), 16)
-        at_places = tl.load(p_row + 2)
-        n_channels, n_l = tl.load(p_row + 6).to(tl.int32), tl.load(p_row + 7).to(tl.int32)
-        s_picture = tl.multiple_of(tl.load(p_row + 8), ALIGNED)
-        s_channel, s_pixel = tl.load(p_row + 9), tl.load(p_row + 10)
-        if UNIT == 1:
-            s_channel, s_pixel = tl.multiple_of(s_channel, ALIGNED), 1
-        if UNIT == 2:
-            s_channel, s_pixel = 1, tl.multiple_of(s_pixel, ALIGNED)
-        n_plane, pictures = tl.load(p_row + 11).to(tl.int32), tl.load(p_row + 12).to(tl.int32)
-        n_rows_packed, n_own = tl.load(p_row + 13), tl.load(p_row + 14).to(tl.int32)
-        n_row = tl.multiple_of(tl.load(p_row + 15), ROW)
-        n_tiles_l, n_tiles_c = tl.cdiv(n_l, BLOCK_L), tl.cdiv(n_channels, BLOCK_C)
+        n_tiles_l = tl.cdiv(n_l, BLOCK_L)
         i_rest, i_l = i_program // n_tiles_l, i_program % n_tiles_l
+        n_tiles_c = tl.cdiv(n_channels, BLOCK_C)
         i_n, i_c = (i_rest // n_tiles_c).to(tl.int64), i_rest % n_tiles_c
         i_b, i_picture = i_n // pictures, (i_n % pictures).to(tl.int32)
         o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -288,28 +221,51 @@ if triton is not None:
         p_x += o_c[:, None].to(tl.int64) * s_channel
         b_x = tl.load(p_x, mask=m_c[:, None] & m_l[None, :], other=0)
         if SCALED:
-            p_largest = tl.load(p_row + 3).to(tl.pointer_type(tl.float32))
-            exponent = _exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT)
-            b_x *= _power_of_two(-exponent)
-            p_other = tl.load(p_row + 4).to(tl.pointer_type(tl.float32))
-            other = _exponent_of(tl.load(p_other + i_b), SMALLEST, EXPONENT)
-            # Finite, so that nothing is left of a sample whose coefficient is 0.
-            scale = tl.minimum(_power_of_two(exponent) * _power_of_two(other), 1e38)
-            at_scale = tl.load(p_row + 5)
-            is_first = i_program % (n_tiles_l * n_tiles_c * pictures) == 0
-            p_scale = at_scale.to(tl.pointer_type(tl.float32)) + i_b
-            tl.store(p_scale, scale, mask=is_first & (at_scale != 0))
-        p_places = at_places.to(tl.pointer_type(tl.int32)) + o_l
-        o_to = tl.load(p_places, mask=m_l & (at_places != 0), other=-1)
-        o_to = tl.where(at_places != 0, o_to, o_l)
-        m_l = m_l & (o_to >= 0)
+            b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
+        o_to = o_l
+        if PLACED:
+            o_to = tl.load(p_places + o_l, mask=m_l, other=-1)
+            m_l = o_to >= 0
         o_to += i_picture * n_plane
         if GROUPED:
             i_sample = i_b * (n_channels // n_own) + o_c // n_own
-            p_packed += (i_sample * n_rows_packed * n_row + o_c % n_own)[None, :]
+            p_packed += (i_sample * n_rows * n_row + o_c % n_own)[None, :]
         else:
-            p_packed += i_b * n_rows_packed * n_row + o_c[None, :]
+            p_packed += i_b * n_rows * n_row + o_c[None, :]
         p_packed += o_to[:, None] * n_row
         tl.store(
             p_packed, b_x.T.to(p_packed.dtype.element_ty), mask=m_l[:, None] & m_c[None, :]
         )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["programs_x", *UNSPECIALIZED])
+    def _pack_kernel(
+        p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, p_places_x, p_places_y,
+        programs_x, n_channels_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x,
+        n_rows_x, n_own_x, n_row_x, n_channels_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y,
+        n_plane_y, pictures_y, n_rows_y, n_own_y, n_row_y, SCALED: tl.constexpr,
+        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, PLACED_X: tl.constexpr,
+        PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr, GROUPED_Y: tl.constexpr,
+        BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
+    ):  # fmt: skip
+        i_program = tl.program_id(0)
+        if i_program < programs_x:
+            _pack_tile(
+                p_x, p_packed_x, p_largest_x, p_places_x, i_program, n_channels_x, n_l_x,
+                s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x, n_rows_x, n_own_x,
+                n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST, EXPONENT,
+            )  # fmt: skip
+            if SCALED:
+                n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_channels_x, BLOCK_X) * pictures_x
+                if i_program % n_tiles == 0:
+                    i_b = i_program // n_tiles
+                    e_x = _exponent_of(tl.load(p_largest_x + i_b), SMALLEST, EXPONENT)
+                    e_y = _exponent_of(tl.load(p_largest_y + i_b), SMALLEST, EXPONENT)
+                    # Finite, so that nothing is left of a sample whose coefficient is 0.
+                    scale = tl.minimum(_power_of_two(e_x) * _power_of_two(e_y), 1e38)
+                    tl.store(p_scale + i_b, scale)
+        else:
+            _pack_tile(
+                p_y, p_packed_y, p_largest_y, p_places_y, i_program - programs_x, n_channels_y,
+                n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y, pictures_y, n_rows_y,
+                n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED, BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
+            )  # fmt: skip

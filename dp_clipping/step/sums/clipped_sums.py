@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
 from dp_clipping.kernels.coefficients import Coefficients, SortedCoefficients
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors, pack_together
-from dp_clipping.kernels.convolution.layout import weight_of
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors, pack_whole, weight_of
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import on_device, tile_of
@@ -68,7 +67,7 @@ def clipped_sums(
         else:
             alone.append(n)
     if convolutions:
-        pack_together([values[n] for n in convolutions])
+        pack_whole([values[n] for n in convolutions])
     for n in convolutions:
         one, row = values[n], rows[n]
         if one.scale is not None:

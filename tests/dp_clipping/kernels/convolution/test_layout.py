@@ -10,9 +10,10 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.convolution import factors as of_factors
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
+from dp_clipping.kernels.convolution import layout as of_layout
+from dp_clipping.kernels.convolution.factors import take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
-from dp_clipping.kernels.convolution.layout import weight_of
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors, weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
@@ -121,12 +122,13 @@ def test_pieces(place: Place) -> None:
         with (
             patch.object(of_factors, "LEAST_PROGRAMS", programs),
             patch.object(of_factors, "pack", counting),
+            patch.object(of_layout, "pack", counting),
         ):
             use = factors(x, y, case)
             squares, _ = norm_of(use, most=most)
             found.append((squares, total_of(use, torch.ones(3, device=place.device))))
     of_factors.samples_at_a_time.cache_clear()
-    assert packs == [2] * 3
+    assert packs == [6] + [2] * 3 + [6]
     for one, other, as_before in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * one.abs().max().item())
         assert torch.equal(one, as_before)

@@ -7,7 +7,7 @@ import torch
 
 from dp_clipping.kernels.convolution import packing
 from dp_clipping.kernels.convolution.geometry import ONE, Grid, Target
-from dp_clipping.kernels.convolution.packing import pack, pack_all
+from dp_clipping.kernels.convolution.packing import pack
 from tests.support.kernel_cases import Place, on_kernels
 
 TARGETS = [
@@ -53,31 +53,6 @@ def test_places(place: Place) -> None:
                 assert ((back - wanted).abs() <= bound * wanted.abs()).all()
 
 
-@on_kernels(tf32=True)
-def test_several_uses(place: Place) -> None:
-    """What shares a launch, or memory, with others is packed as if it were alone."""
-    uses = []
-    for channels, size in product((5, 16, 70), (3, 4)):
-        x = torch.randn(2, channels, 1, size, 5).to(place.device, place.dtype)
-        y = torch.randn(2, 8, 1, size, 5).to(place.device, place.dtype)
-        if size == 4:
-            x, y = x[..., 1:].movedim(1, -1).contiguous().movedim(-1, 1), y[..., 1:]
-        padded = Grid(ONE, (1, size + 2, x.shape[4] + 2))
-        to_y = Target(1, 1, 8, Grid(ONE, tuple(y.shape[2:])))
-        uses.append((x, y, Target(1, 1, 72, padded, (0, 1, 1)), to_y))
-    alone = [pack(*use, place.tf32) for use in uses]
-    for most in (1 << 22, 1 << 11):
-        with patch.object(packing, "TOGETHER", most):
-            for found, wanted in zip(pack_all(list(uses), place.tf32), alone, strict=True):
-                for one, other in zip(found, wanted, strict=True):
-                    assert other is None or torch.equal(one, other)
-    given = list(uses)
-    with patch.object(packing, "MOST_ROWS", 4):
-        several = pack_all(given, place.tf32)
-    assert not given
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(several, alone, strict=True))
-
-
 def test_batches_of_other_sizes_have_the_same_places() -> None:
     """No batch of a new size makes the host wait for a copy."""
     to_x = Target(1, 1, 8, Grid(ONE, (1, 7, 11)), (0, 3, 1))  # of no other test
@@ -85,8 +60,7 @@ def test_batches_of_other_sizes_have_the_same_places() -> None:
     with patch.object(packing, "places_of_pixels", wraps=packing.places_of_pixels) as made:
         for size in range(1, 4):
             x, y = torch.ones(size, 5, 1, 4, 9), torch.ones(size, 5, 1, 5, 9)
-            for given, to in ((x, to_x), (y, to_y)):
-                packing._how(given.shape, given.stride(), False, to, given.device)
+            packing._work_of(x.shape, y.shape, x.stride(), y.stride(), False, to_x, to_y, x.device)
     assert made.call_count == 2
 
 

@@ -60,7 +60,7 @@ class Noting(Work):
             if self.two_passes:
                 self.recomputed.append(left.records[0])
             else:
-                self.keep([(left.records[0], left.value[0])])
+                self.keep([(left.records[0], left.tensors[0])])
 
     def set_coefficients(self, groups: list[int]) -> BatchNorms:
         self.events.append(("clip", "".join(map(str, groups))))
@@ -68,7 +68,7 @@ class Noting(Work):
 
     def summands(self, lefts: list) -> tuple[list, list]:
         new = [left for left in lefts if left.records[0] not in self.taken]
-        summands = [(left.value[0], left.tensors, left.versions) for left in new]
+        summands = [(left.tensors[0], left.tensors, left.versions) for left in new]
         return [left.records[0] for left in new], summands
 
     def sums(self, records: list, values: list) -> list[Tensor]:
@@ -143,7 +143,7 @@ class Step:
         for name in names:
             left = torch.ones(BATCH, *SHAPE)
             held.append(weakref.ref(left))
-            self.work.take(kind, (self.records[name],), (left, None), (left,))
+            self.work.take(kind, (self.records[name],), None, (left,))
         return held
 
     def backward(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
