@@ -7,8 +7,9 @@ them, so PyTorch's backward would compute them once more:
 
     rstd · (v[c] · y[c, l] − (Σ_g v·b + x̂[c, l] · Σ_g v·w) / n),   v the weight
 
-with sums over the channels of the group, which has n values. Traffic: x and y are read by each of
-the two kernels.
+with sums over the channels of the group, which has n values. A program has all values of a group
+where registers hold them: one launch, which reads x and y once. Of a larger group each channel has
+a program: one launch for the sums, and another one for the input's gradient, and both read x and y.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import launch, next_power_of_two, tl, triton
 
-MOST = 1024  # pixels that a program loads at a time
+MOST = 1024  # pixels of a channel that a program loads at a time
+WHOLE = 1 << 14  # values of a group, up to which a program has all of them,
+WARP = 1 << 10  # and so many of them each of its warps
 
 
 def group_norm_backward(
@@ -40,13 +43,14 @@ def group_norm_backward(
         found = torch.empty_like(x)
     if not x.numel():
         return sums.zero_(), found
-    grid, (rows, pixels, own, channels), block, constants = _sizes(x.shape, mean.shape[1])
-    launch(_channel_sums_kernel, grid, (x, y, mean, rstd, sums), (rows, pixels, own), **block)
+    grid, numbers, is_whole, sizes, of_groups = _sizes(x.shape, mean.shape[1])
+    operands = x, y, mean, rstd, weight, sums, found
+    if is_whole:
+        launch(_group_kernel, grid, operands, numbers, **of_groups)
+        return sums, found
+    launch(_channel_sums_kernel, grid, (x, y, mean, rstd, sums), numbers[:3], **sizes)
     if wants_x:
-        launch(
-            _input_gradient_kernel, grid, (x, y, mean, rstd, weight, sums, found),
-            (rows, pixels, own, channels), **constants,
-        )  # fmt: skip
+        launch(_input_gradient_kernel, grid, operands, numbers, **of_groups)
     return sums, found
 
 
@@ -64,16 +68,51 @@ def channel_sums_plain(
 
 @lru_cache(maxsize=1024)
 def _sizes(shape: torch.Size, groups: int) -> tuple[Any, ...]:
-    """Returns the grid, the numbers, and the constants of either kernel."""
+    """Returns the grid, the numbers, whether a program has a group, and constants of the kernels.
+
+    The first constants are of `_channel_sums_kernel`.
+    """
     pictures, channels = shape[:2]
     pixels, rows, own = shape[2:].numel(), pictures * channels, channels // groups
-    block = min(MOST, next_power_of_two(max(1, pixels)))
-    constants = {"BLOCK": block, "num_warps": 4 if block > 256 else 1}
-    more = {"CHANNELS": next_power_of_two(max(1, own)), **constants}
-    return (rows,), (rows, pixels, own, channels), constants, more
+    block, columns = next_power_of_two(max(1, own)), next_power_of_two(max(1, pixels))
+    numbers = rows, pixels, own, channels
+    if block * columns <= WHOLE:
+        warps = max(1, block * columns // WARP)
+        constants = {"CHANNELS": block, "BLOCK": columns, "num_warps": warps}
+        return (pictures * groups,), numbers, True, {}, constants
+    columns = min(MOST, columns)
+    constants = {"BLOCK": columns, "num_warps": 4 if columns > 256 else 1}
+    return (rows,), numbers, False, constants, {"CHANNELS": block, **constants}
 
 
 if triton is not None:
+
+    @triton.jit
+    def _group_kernel(
+        p_x, p_y, p_mean, p_rstd, p_weight, p_sums, p_found, n_rows, n_pixels, n_own, n_channels,
+        CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Adds up the channels of a group of one picture, and writes the input's gradient."""
+        i_group = tl.program_id(0).to(tl.int64)
+        o_c, o_l = tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
+        m_c, m_l = o_c < n_own, o_l < n_pixels
+        o_rows = i_group * n_own + o_c
+        o_values = o_rows[:, None] * n_pixels + o_l[None, :]
+        m_values = m_c[:, None] & m_l[None, :]
+        mean = tl.load(p_mean + i_group).to(tl.float32)
+        rstd = tl.load(p_rstd + i_group).to(tl.float32)
+        b_y = tl.load(p_y + o_values, mask=m_values, other=0).to(tl.float32)
+        b_x = tl.load(p_x + o_values, mask=m_values, other=0).to(tl.float32) - mean
+        b_weight, b_bias = tl.sum(b_y * b_x, axis=1) * rstd, tl.sum(b_y, axis=1)
+        tl.store(p_sums + o_rows, b_weight, mask=m_c)
+        tl.store(p_sums + n_rows + o_rows, b_bias, mask=m_c)
+        if p_found is not None:
+            b_v = tl.load(p_weight + o_rows % n_channels, mask=m_c, other=0).to(tl.float32)
+            share = rstd / (n_own * n_pixels).to(tl.float32)
+            of_x = tl.sum(b_v * b_weight) * share * rstd
+            of_all = tl.sum(b_v * b_bias) * share
+            b_found = b_v[:, None] * rstd * b_y - b_x * of_x - of_all
+            tl.store(p_found + o_values, b_found.to(p_found.dtype.element_ty), mask=m_values)
 
     @triton.jit
     def _channel_sums_kernel(

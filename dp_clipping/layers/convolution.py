@@ -9,28 +9,22 @@ input's gradient are PyTorch's own.
 `kernels.convolution` has what kernels do with x and y.
 """
 
-from math import prod
 from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dp_clipping.clipping.accumulation import (
-    ACCUMULATED,
-    autocast_operands,
-    full_float32,
-    sum_of_pictures,
-)
+from dp_clipping.clipping.accumulation import ACCUMULATED, autocast_operands, sum_of_pictures
 from dp_clipping.kernels.convolution import packing
-from dp_clipping.kernels.convolution.geometry import Geometry, gradients_plain, is_narrow
+from dp_clipping.kernels.convolution.geometry import Geometry, is_narrow
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors, dense_gradients
 from dp_clipping.kernels.convolution.narrow import narrow_gradients
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.handle import LayerState, forward_of
 from dp_clipping.layers.recorder import DENSE, FACTORS
 
 ONE_TAP = Geometry((1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
-CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 KINDS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
@@ -65,7 +59,7 @@ def _first_call(
         list(self.stride), padding, list(self.dilation), self.transposed,
         _output_padding(self, padded, output_size), self.groups,
     )  # fmt: skip
-    how = (options, _geometry(weight.shape, options))
+    how = (options, _geometry(weight.shape, options), is_narrow(weight.shape, self.groups))
     given = x if padded is x and output_size is None else None
     if torch.compiler.is_compiling():
         padded, weight, bias = autocast_operands(padded, weight, bias)
@@ -128,7 +122,7 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, weight_slot, bias_slot, rest):
-        site, private_step, (options, _) = rest
+        site, private_step, (options, *_) = rest
         if site is not None and site.cast is not None:
             x, weight = x.to(site.cast), weight.to(site.cast)
             bias = None if bias is None else bias.to(site.cast)
@@ -148,7 +142,7 @@ class Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if type(gy) is not Tensor or torch.is_grad_enabled():
             gy = tensor_parallel.arrived(gy)
-        site, private_step, (options, geometry) = ctx.rest
+        site, private_step, (options, geometry, is_narrow) = ctx.rest
         batch_size = private_step[2] if site is None else private_step.batch_size
         gx = gradients = biases = None
         if ctx.needs_input_grad[0]:
@@ -159,70 +153,33 @@ class Convolution(torch.autograd.Function):
             is_whole = sums.shape[0] == batch_size
             biases = sums if is_whole else sum_of_pictures(sums, batch_size)
         if ctx.needs_input_grad[3] if site is None else site.weight is not None:
-            use = Factors(x, gy, weight.shape, batch_size, geometry, transposed=options[3])
+            left, right = (gy, x) if options[3] else (x, gy)  # transposed, the outputs are shifted
+            while left.dim() < 5:
+                left, right = left.unsqueeze(2), right.unsqueeze(2)
             if site is None:
-                gradients = use.dense().to(ctx.slot_dtype)
-            elif not use.is_narrow and x.dtype in private_step.kernel_dtypes:
-                private_step.take(FACTORS, (site.weight,), use, use.held(use))
+                gradients = dense_gradients(left, right, weight.shape, geometry, batch_size)
+                gradients = gradients.to(ctx.slot_dtype)
+            elif x.dtype not in private_step.kernel_dtypes:
+                gradients = dense_gradients(left, right, weight.shape, geometry, batch_size)
+            elif is_narrow:
+                gradients = narrow_gradients(left, right, geometry, batch_size)
+                gradients = gradients.view(batch_size, *weight.shape)
             else:
-                gradients = use.dense(x.dtype in private_step.kernel_dtypes)
+                use = ConvolutionFactors(left, right, weight.shape, batch_size, geometry)
+                private_step.take(FACTORS, (site.weight,), use, use.values)
         if site is None:
             return gx, None, None, gradients, biases, None
         for record, own in ((site.weight, gradients), (site.bias, biases)):
             if record is not None and own is not None:
-                private_step.take(DENSE, (record,), (own, None), (own,))
+                private_step.take(DENSE, (record,), None, (own,))
         return gx, None, None, None, None, None
 
 
-class Factors:
-    """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *weight].
-
-    With `rounds` kernels may round float32 to 11 bits, as TensorFloat-32 does; else
-    `torch.backends.cudnn.conv` says so.
-    """
-
-    held = attrgetter("x", "y")
-
-    def __init__(
-        self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, geometry: Geometry,
-        transposed: bool, rounds: bool = False,
-    ):  # fmt: skip
-        self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
-        self.rounds = rounds
-        self.is_narrow = is_narrow(shape, geometry.groups)
-        while x.dim() < 5:
-            x, y = x.unsqueeze(2), y.unsqueeze(2)
-        # Of a transposed convolution the outputs are what is shifted.
-        self.x, self.y = (y, x) if transposed else (x, y)
-
-    def dense(self, on_kernels: bool = False) -> Tensor:
-        """Returns G [B, *parameter] in `accumulation_dtype(dtype)`, on kernels if these serve it.
-
-        Without kernels, some samples' patches are formed at a time.
-        """
-        if on_kernels and self.is_narrow:
-            found = narrow_gradients(self.x, self.y, self.geometry, self.batch_size)
-            return found.view(self.batch_size, *self.shape)
-        rows, dtype = self.x.shape[0], ACCUMULATED.get(self.y.dtype, torch.float32)
-        pictures = rows // max(1, self.batch_size)
-        positions = prod(self.y.shape[2:])
-        each = max(1, pictures * positions * self.x.shape[1] * prod(self.geometry.taps))
-        step = max(1, CHUNK_ELEMENTS // each) * max(1, pictures)
-        if not self.batch_size:
-            return self.y.new_zeros(0, *self.shape, dtype=dtype)
-        with full_float32():
-            found = [
-                gradients_plain(x.to(dtype), y.to(dtype), self.geometry, x.shape[0] // pictures)
-                for x, y in zip(self.x.split(step), self.y.split(step), strict=True)
-            ]
-        whole = found[0] if len(found) == 1 else torch.cat(found)
-        return whole.view(self.batch_size, *self.shape)
-
-
-def rounded_product(left: Tensor, right: Tensor) -> Factors:
+def rounded_product(left: Tensor, right: Tensor) -> ConvolutionFactors:
     """Returns the factors of G_i = left_iᵀ right_i of [B, T, d] and [B, T, p] in float32, rounded.
 
     It is a convolution of one tap over T positions.
     """
     shape = torch.Size((left.shape[2], right.shape[2]))
-    return Factors(right.mT, left.mT, shape, len(left), ONE_TAP, transposed=False, rounds=True)
+    x, y = (one.mT[:, :, None, None] for one in (right, left))
+    return ConvolutionFactors(x, y, shape, len(left), ONE_TAP, rounds=True)

@@ -244,7 +244,10 @@ class GroupNorm(torch.autograd.Function):
         if site is None:
             slots = weights if wants_weight else None, biases if wants_bias else None
             return gx, None, None, *slots, None
-        for record, own in ((site.weight, weights), (site.bias, biases)):
-            if record is not None:
-                private_step.take(DENSE, (record,), (own, None), (own,))
+        if not wants_bias:
+            private_step.take(DENSE, site.records, None, (weights,))
+        elif not wants_weight:
+            private_step.take(DENSE, site.records, None, (biases,))
+        else:
+            private_step.take(DENSE, site.records, None, (weights, biases))
         return gx, None, None, None, None, None

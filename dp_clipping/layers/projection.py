@@ -110,7 +110,7 @@ class Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:  # before a shard of the weight may be freed
             gx = _as_recurrent(site, torch.matmul, gy, weight) if site.is_recurrent else gy @ weight
         if site.records:
-            private_step.take(LINEAR, site.records, (gy, x, site), (gy, x))
+            private_step.take(LINEAR, site.records, site, (gy, x))
         return gx, None, None, None, None, None
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# What a use of a layer leaves in backward, and the value that it gives to `take`:
-LINEAR = "linear"  # (output gradients, inputs, site), from which G and norms of a product follow
-NORMALIZED = "normalized"  # (`Normalized`, (record or None of the weight, of the bias))
-DENSE = "dense"  # (G [B, *parameter], its squared norms [B] or None)
+# What a use of a layer leaves in backward, and the value that it gives to `take` with tensors:
+LINEAR = "linear"  # output gradients and inputs, from which G and norms follow; the site
+NORMALIZED = "normalized"  # the same; (`Normalized`, (record or None of the weight, of the bias))
+DENSE = "dense"  # G [B, *parameter] of each record; squared norms [B] of the only one, or None
 FACTORS = "factors"  # an object with `norm`, `weighted_sum` and `only`; see `sums.fused`
 
 # What arrives at the slots of a layer in a compiled region: see `layers.linear`.
@@ -84,7 +84,7 @@ class Left(NamedTuple):
     """Holds what one use of a layer has left in backward.
 
     Attributes:
-        kind: `LINEAR`, `NORMALIZED`, `DENSE` or `FACTORS`: what `value` is.
+        kind: `LINEAR`, `NORMALIZED`, `DENSE` or `FACTORS`: what `value` and `tensors` are.
         records: the parameters whose G follow from it.
         tensors: what it is made of, of the `versions` that they had when it came.
     """

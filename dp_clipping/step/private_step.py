@@ -325,7 +325,7 @@ class GradientSlot(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradients):
         private_step, parameter = ctx.rest
-        private_step.take(DENSE, (parameter,), (gradients, None), (gradients,))
+        private_step.take(DENSE, (parameter,), None, (gradients,))
         return None, None, None
 
 

@@ -119,9 +119,9 @@ class SlotNode(torch.autograd.Function):
                 continue
             other = None if second is None else gradients[second]
             if how is None:
-                take(DENSE, records, (value, other), (value,))
+                take(DENSE, records, other, (value,))
             elif type(how) is Site:
-                take(LINEAR, records, (value, other, how), (value, other))
+                take(LINEAR, records, how, (value, other))
             else:
                 # Ids of several uses have been added up. All samples are left out then
                 # (`refuse_repeated`), but a row that does not exist must not be written.

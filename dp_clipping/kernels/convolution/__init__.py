@@ -8,8 +8,8 @@ Files:
 
     geometry    how the taps lie, and the reference implementation
     packing     operands with the channels last, at their places
-    layout      views of them, as operands of linear layers
-    factors     norms, and what the clipped sum is formed of
+    layout      views of them, as operands of linear layers; what a use leaves
+    factors     packs it and takes its norms
     gram        norms from Gram matrices of positions, where those are few
     narrow      G of depthwise convolutions
 """

@@ -11,12 +11,17 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dp_clipping.clipping.accumulation import ACCUMULATED, full_float32
 from dp_clipping.kernels.convolution.geometry import (
     ONE,
     Geometry,
@@ -24,12 +29,15 @@ from dp_clipping.kernels.convolution.geometry import (
     Layout,
     Packed,
     Target,
+    gradients_plain,
     grid_of,
     runs_of,
 )
+from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, ceil_div
 
+CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
 FEW = 8  # input channels, below which those under the taps of a row are packed as channels
 
 
@@ -112,3 +120,101 @@ def weight_of(totals: list[Tensor], layout: Layout, shape: torch.Size) -> Tensor
     else:
         found = found[:, :, : layout.inputs]
     return found.reshape(shape)
+
+
+def dense_gradients(
+    x: Tensor, y: Tensor, shape: torch.Size, geometry: Geometry, batch_size: int
+) -> Tensor:
+    """Returns G [B, *shape] in `accumulation_dtype(dtype)`; some patches are formed at a time.
+
+    Args:
+        x, y: as `gradients_plain` takes them.
+        shape: of the parameter.
+    """
+    rows, dtype = x.shape[0], ACCUMULATED.get(y.dtype, torch.float32)
+    pictures = rows // max(1, batch_size)
+    each = max(1, pictures * prod(y.shape[2:]) * x.shape[1] * prod(geometry.taps))
+    step = max(1, CHUNK_ELEMENTS // each) * max(1, pictures)
+    if not batch_size:
+        return y.new_zeros(0, *shape, dtype=dtype)
+    with full_float32():
+        found = [
+            gradients_plain(own_x.to(dtype), own_y.to(dtype), geometry, own_x.shape[0] // pictures)
+            for own_x, own_y in zip(x.split(step), y.split(step), strict=True)
+        ]
+    whole = found[0] if len(found) == 1 else torch.cat(found)
+    return whole.view(batch_size, *shape)
+
+
+class ConvolutionFactors:
+    """Factors of one use: x [N, C, ..] and y [N, O, ..], N a multiple of B; G is [B, *shape].
+
+    `factors.take_norms` packs them for the kernels of linear layers, as `pack_whole` does.
+
+    Args:
+        x, y: in three dimensions, in float32, bfloat16 or float16. Of a transposed convolution the
+            outputs are x.
+        rounds: kernels may round float32 to 11 bits, as TensorFloat-32 does; else
+            `torch.backends.cudnn.conv` says so.
+
+    Attributes:
+        layout: of packed operands, whose dtype is `dtype`.
+        values: the tensors of which the sum will be formed: x and y, later packed operands.
+        scale: [B] float32, by which gradients and products of `values` are multiplied, or None.
+        pair: packed operands as those of linear layers, groups as samples, or None.
+        summands: the same with one entry of each group.
+        gradients: G [B, groups, runs, O, taps · C], kept in place of operands, or None.
+    """
+
+    held = attrgetter("values")
+
+    def __init__(
+        self, x: Tensor, y: Tensor, shape: torch.Size, batch_size: int, geometry: Geometry,
+        rounds: bool = False,
+    ):  # fmt: skip
+        self.shape, self.batch_size, self.geometry = shape, batch_size, geometry
+        cudnn: Any = torch.backends.cudnn
+        wide = x.dtype == torch.float32
+        self.tf32 = wide and (rounds or cudnn.conv.fp32_precision == "tf32")
+        self.dtype = torch.float16 if self.tf32 else x.dtype
+        pictures = max(1, x.shape[0] // max(1, batch_size))
+        self.layout = layout_of(x.shape, y.shape, self.dtype.itemsize, pictures, geometry)
+        self.values: tuple[Tensor, ...] = (x, y)  # packed, they may be the layer's own
+        self.scale: Tensor | None = None
+        self.pair: Pair | None = None
+        self.summands: list[Pair] = []
+        self.gradients: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """Returns G [B, *shape] by PyTorch."""
+        x, y = self.values
+        return dense_gradients(x, y, self.shape, self.geometry, self.batch_size)
+
+    def on_kernels(self) -> ConvolutionFactors:
+        """Returns itself, which is packed with others."""
+        return self
+
+    @property
+    def y(self) -> Tensor:
+        """Returns a tensor of the dtype of output gradients."""
+        return self.values[1]
+
+    def keep(self, gradients: Tensor) -> None:
+        """Keeps G [B · groups, ..] in place of the operands."""
+        self.values, self.pair, self.summands = (), None, []
+        self.gradients = gradients.view(self.batch_size, self.geometry.groups, *gradients.shape[1:])
+
+
+def pack_whole(uses: Sequence[ConvolutionFactors]) -> None:
+    """Packs all samples of the uses that are not packed yet, in place of their x and y."""
+    for use in uses:
+        if use.pair is not None or use.gradients is not None:
+            continue
+        (x, y), layout = use.values, use.layout
+        use.values = ()
+        x = folded(x, use.geometry, layout) if layout.folds else x
+        found = pack(x, y, layout.to_x, layout.to_y, use.tf32)
+        del x, y
+        use.values, use.scale, use.pair = found[:2], found[2], pair_of(found, layout)
+        is_one = use.geometry.groups == 1
+        use.summands = [use.pair] if is_one else pairs_of_groups(use.pair, layout)

@@ -78,6 +78,12 @@ class TiedFactors(LinearFactors):
         rows, own = (samples[mine] - part.start, tokens[mine]), sums[mine].to(gradients.dtype)
         return gradients.index_put_(rows, own, accumulate=True)
 
+    def on_kernels(self) -> "TiedTokens":
+        """Returns the same for the kernels, which form no G."""
+        look_ups = self.look_ups
+        tokens = Tokens(look_ups.ids, look_ups.y, look_ups.vocabulary)
+        return TiedTokens(*self.operands, tokens)
+
     def only(self, good: Tensor) -> "TiedFactors":
         """Returns zeros for the samples that are not `good` [B]."""
         return TiedFactors(super().only(good), self.look_ups.only(good))
@@ -96,12 +102,6 @@ class TiedTokens:
     def __init__(self, y: Tensor, a: Tensor, tokens: Tokens):
         self.y, self.a, self._tokens = y, a, tokens
         self._sums: TokenSums | None = None
-
-    @classmethod
-    def of(cls, factors: TiedFactors) -> "TiedTokens":
-        look_ups = factors.look_ups
-        tokens = Tokens(look_ups.ids, look_ups.y, look_ups.vocabulary)
-        return cls(*factors.operands, tokens)
 
     def _sum_look_ups(self) -> TokenSums:
         """Returns the sums of each sample's equal tokens, which are kept in their place."""

@@ -137,11 +137,10 @@ class Direction:
         hidden, projection, before = part.hidden, part.projection, self._before()
         k = self._of_hidden(before) if mode == "GRU" else self.g
         if hidden.records:
-            private_step.take(LINEAR, hidden.records, (k, before, hidden), (k, before))
+            private_step.take(LINEAR, hidden.records, hidden, (k, before))
         if projection.records:
             of_outputs, inner = self._of_outputs(k), self._unprojected(before)
-            own = (of_outputs, inner, projection)
-            private_step.take(LINEAR, projection.records, own, (of_outputs, inner))
+            private_step.take(LINEAR, projection.records, projection, (of_outputs, inner))
 
     def _before(self) -> Tensor:
         """Returns the state before each time step."""

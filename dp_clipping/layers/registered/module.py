@@ -165,7 +165,7 @@ class Use:
             g = found[name]
             if isinstance(g, LinearProduct):
                 a, y = (_units(x, k).flatten(1, 2) for x in (g.activations, g.gradients))
-                self.step.take(LINEAR, (record,), (y, a, Site(Tap, record)), (y, a))
+                self.step.take(LINEAR, (record,), Site(Tap, record), (y, a))
                 continue
             if isinstance(g, NormAndSum) and k == 1:
                 self.step.take(FACTORS, (record,), g, g.held(g))
@@ -174,7 +174,7 @@ class Use:
                 g = g.sums.rows_of(name, range(self.rows // k), k)
             elif k > 1:
                 g = _units(g, k).sum(1, dtype=accumulation_dtype(g.dtype))
-            self.step.take(DENSE, (record,), (g, None), (g,))
+            self.step.take(DENSE, (record,), None, (g,))
 
 
 def _units(x: Tensor, examples_per_unit: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dp_clipping.clipping.accumulation import sum_of_one_token
 from dp_clipping.kernels.coefficients import Coefficients, SortedCoefficients
-from dp_clipping.kernels.convolution.layout import weight_of
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors, pack_whole, weight_of
 from dp_clipping.kernels.embedding import TokenSums
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import on_device, tile_of
@@ -48,7 +48,8 @@ def clipped_sums(
     kept: list[tuple[int, int, Tensor]] = []  # number of the parameter, row of coefficients, G
     products: list[tuple[int, int, Pair]] = []
     scaled: list[tuple[int, Tensor]] = []  # rows of coefficients, and what scales them
-    parts: dict[int, list[Tensor]] = {}  # of the sums of convolutions
+    convolutions: list[int] = []
+    parts: dict[int, list[Tensor]] = {}  # of their sums
     tables: dict[TokenSums, list[int]] = {}
     alone: list[int] = []  # those of one launch each
     for n, one in enumerate(values):
@@ -61,20 +62,22 @@ def clipped_sums(
                 products.append((n, rows[n], one))
         elif isinstance(one, Table):
             tables.setdefault(one.sums, []).append(n)
-        elif hasattr(one, "summands"):
-            if not one.values and one.gradients is None:  # of a second backward
-                one.pack()
-            row = rows[n]
-            if one.scale is not None:
-                scaled.append((row, one.scale))
-                row = count + len(scaled) - 1
-            for pair in one.summands:
-                products.append((n, row, pair))
-            if one.gradients is not None:
-                kept.append((n, row, one.gradients))
-            parts[n] = []
+        elif type(one) is ConvolutionFactors:
+            convolutions.append(n)
         else:
             alone.append(n)
+    if convolutions:
+        pack_whole([values[n] for n in convolutions])
+    for n in convolutions:
+        one, row = values[n], rows[n]
+        if one.scale is not None:
+            scaled.append((row, one.scale))
+            row = count + len(scaled) - 1
+        for pair in one.summands:
+            products.append((n, row, pair))
+        if one.gradients is not None:
+            kept.append((n, row, one.gradients))
+        parts[n] = []
 
     coefficients = _with_scaled(scale.values, scaled) if scaled else scale.values
     found: list[Tensor] = []

@@ -26,7 +26,8 @@ from dp_clipping.clipping.coefficients import (
 )
 from dp_clipping.clipping.norms import GRAM_ROUNDING, Norm
 from dp_clipping.kernels.coefficients import Coefficients, clip_coefficients, squared_bounds
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
+from dp_clipping.kernels.convolution.factors import take_norms
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors
 from dp_clipping.kernels.convolution.packing import packed_at_a_time
 from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
@@ -39,7 +40,6 @@ from dp_clipping.kernels.squared_norms import (
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution
-from dp_clipping.layers.embedding.tied import TiedFactors, TiedTokens
 from dp_clipping.layers.norm import plain_gradients
 from dp_clipping.layers.projection import precision_of
 from dp_clipping.layers.recorder import (
@@ -61,13 +61,6 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import allocated, version_of
 
 Pair = tuple[Tensor, Tensor]
-ON_KERNELS: dict[type, Any] = {convolution.Factors: ConvolutionFactors, TiedFactors: TiedTokens.of}
-
-
-def _on_kernels(value: Any) -> Any:
-    """Returns factors of a use in the form that kernels take."""
-    make = ON_KERNELS.get(type(value))
-    return value.on_kernels() if make is None else make(value)
 
 
 class Fused(Work):
@@ -108,7 +101,7 @@ class Fused(Work):
             left = lefts.pop()
             kind, records, value = left.kind, left.records, left.value
             if kind is LINEAR:
-                y, a, how = value
+                (y, a), how = left.tensors, value
                 if y.ndim != 3 or how.layout is not None:
                     y, a = how.tokens(y, a, self.batch_size)
                 if how.bias is not None:
@@ -131,18 +124,20 @@ class Fused(Work):
             elif kind is NORMALIZED:
                 normalized.append(left)
             elif kind is DENSE:
-                gradients, own = value
-                if own is None and gradients.dim() == 2:
-                    vectors.append((records[0], gradients))
-                    continue
-                if not self.two_passes or gradients.dim() == 2:
-                    self.kept[records[0]] = (gradients, left.tensors, left.versions)
-                else:
-                    self.recomputed.append(records[0])
-                if own is None:
-                    with NOTHING if label is None else label("norm/dense", records):
-                        own = squared_norms(gradients)
-                self.norms.table.add_rows(records, own[None])
+                for record, gradients in zip(records, left.tensors, strict=True):
+                    if value is None and gradients.dim() == 2:
+                        vectors.append((record, gradients))
+                        continue
+                    if not self.two_passes or gradients.dim() == 2:
+                        self.kept[record] = (gradients, left.tensors, left.versions)
+                    else:
+                        self.recomputed.append(record)
+                    own = value
+                    if own is None:
+                        with NOTHING if label is None else label("norm/dense", (record,)):
+                            own = squared_norms(gradients)
+                    self.norms.table.add_rows((record,), own[None])
+                del gradients
             else:
                 factors.append(left)
         del left, value
@@ -180,14 +175,12 @@ class Fused(Work):
         while lefts:
             left = lefts.pop()
             (record,), value = left.records, left.value
-            if type(value) is convolution.Factors:
-                if not convolutions:
-                    most = packed_at_a_time(self._held - allocated(self._device))
-                convolutions.append(ConvolutionFactors(value, most))
+            if type(value) is ConvolutionFactors:
+                convolutions.append(value)
                 of_convolutions.append(record)
                 del left, value
                 continue
-            use = _on_kernels(value)
+            use = value.on_kernels()
             del left, value
             if isinstance(use, Tokens):
                 tables.append(use)
@@ -207,8 +200,9 @@ class Fused(Work):
             else:
                 self.recomputed.append(record)
         if convolutions:
+            most = packed_at_a_time(self._held - allocated(self._device))
             with NOTHING if label is None else label("norm/factors", of_convolutions):
-                norms = take_norms(convolutions, keep=not self.two_passes)
+                norms = take_norms(convolutions, not self.two_passes, most)
             for numbers, squares, scales, gram_error, sum_error in norms:
                 own = list(map(of_convolutions.__getitem__, numbers))
                 if scales is None:
@@ -260,7 +254,7 @@ class Fused(Work):
         table, label = self.norms.table, self._label
         shared: dict[tuple, list[list[tuple[Trainable, Tensor, Tensor]]]] = {}
         for record, pair, left in mine:
-            y, a = reversed(pair) if left.value[2].transposed else pair
+            y, a = reversed(pair) if left.value.transposed else pair
             key = (record.norm_key, a.data_ptr(), a.shape, a.stride(), a.dtype, version_of(a))
             rows = shared.setdefault(key, [[]])
             if len(rows[-1]) == MOST_SHARED:
@@ -353,20 +347,19 @@ class Fused(Work):
 
         for left in lefts:
             if left.kind is LINEAR:
-                y, a, how = left.value
-                y, a = how.tokens(y, a, self.batch_size)
+                how = left.value
+                y, a = how.tokens(*left.tensors, self.batch_size)
                 pair: Any = (a, y) if how.transposed else (y, a)
                 if how.weight in self.plans.roundable and precision_of(how) == "tf32":
-                    pair = ConvolutionFactors(convolution.rounded_product(*pair))
+                    pair = convolution.rounded_product(*pair)
                 add(how.weight, pair, left)
                 if how.bias is not None and how.bias not in self.taken:
                     add(how.bias, y.sum(1, dtype=torch.float32), left)
             elif left.kind is DENSE:
-                add(left.records[0], left.value[0], left)
+                for record, gradients in zip(left.records, left.tensors, strict=True):
+                    add(record, gradients, left)
             elif left.kind is FACTORS:
-                value = left.value
-                use = _on_kernels(value)
-                add(left.records[0], use, left)
+                add(left.records[0], left.value.on_kernels(), left)
         return records, found
 
     def sums(self, records: Sequence[Trainable], values: list[Any]) -> list[Tensor]:

@@ -108,7 +108,7 @@ class Plain(Work):
                 found.append((records[0], value, left))
                 continue
             if kind is LINEAR:
-                y, a, site = value
+                (y, a), site = left.tensors, value
                 if y.ndim != 3 or site.layout is not None:
                     y, a = site.tokens(y, a, self.batch_size)
                 tokens, outputs, inputs = y.shape[1], y.shape[2], a.shape[2]
@@ -118,7 +118,7 @@ class Plain(Work):
                     records = records[1:]
                 own = gradients_of_tokens(records, y, a, site)
             else:
-                own = gradients_left(kind, records, value, self.batch_size)
+                own = gradients_left(kind, records, value, left.tensors, self.batch_size)
             found += [(record, gradients, left) for record, gradients in own]
         return found
 
@@ -188,26 +188,26 @@ class Uses:
         self._gradients: dict[Trainable, tuple[Tensor, bool]] = {}  # G, and if it is nobody else's
 
     def gradients(
-        self, kind: str, records: tuple[Trainable, ...], value: Any
+        self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> list[tuple[Trainable, Tensor]]:
         """Returns G of some parameters, that one use leaves."""
-        return gradients_left(kind, records, value, self._batch_size)
+        return gradients_left(kind, records, value, tensors, self._batch_size)
 
     def add(
         self, kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...]
     ) -> None:
         """Adds what one use leaves; see `layers.recorder`."""
         if kind is LINEAR:
-            y, a = value[2].tokens(value[0], value[1], self._batch_size)
-            weight = value[2].weight
+            y, a = value.tokens(*tensors, self._batch_size)
+            weight = value.weight
             if weight is not None and weight in weight.joint.factored:
-                pair = (a, y) if value[2].transposed else (y, a)
+                pair = (a, y) if value.transposed else (y, a)
                 self._note(self._products, weight, pair, tensors)
                 records = tuple([record for record in records if record is not weight])
         elif kind is FACTORS and records[0] in records[0].joint.factored and value.samples is None:
             self._note(self._look_ups, records[0], (value.ids, value.y), tensors)
             return
-        for record, gradients in self.gradients(kind, records, value):
+        for record, gradients in self.gradients(kind, records, value, tensors):
             self._add(record, gradients, kind is not DENSE)
 
     def _note(
@@ -245,7 +245,7 @@ class Uses:
                     continue
                 if products and not look_ups and record in joint.linear:
                     left, right = side_by_side(products)
-                    yield LINEAR, (record,), (left, right, Site(Linear, record)), (left, right)
+                    yield LINEAR, (record,), Site(Linear, record), (left, right)
                     continue
             # Others have left G, as compiled code does, G is smaller than the factors, or the
             # products are in no plan.
@@ -257,7 +257,7 @@ class Uses:
             if look_ups:
                 total = total if is_own else total.clone()
                 EmbeddingFactors(*side_by_side(look_ups), record.shape[0]).add_to(total)
-            yield DENSE, (record,), (total, None), (total,)
+            yield DENSE, (record,), None, (total,)
 
 
 def _exceed(products: list[Pair], shape: torch.Size) -> bool:
@@ -288,13 +288,13 @@ def gradients_of_tokens(
 
 
 def gradients_left(
-    kind: str, records: tuple[Trainable, ...], value: Any, batch_size: int
-) -> list[tuple[Trainable, Tensor]]:
+    kind: str, records: tuple[Trainable, ...], value: Any, tensors: tuple[Tensor, ...],
+    batch_size: int,
+) -> list[tuple[Trainable, Tensor]]:  # fmt: skip
     """Returns G of some parameters that a use has left something for."""
     if kind is LINEAR:
-        y, a, site = value
-        y, a = site.tokens(y, a, batch_size)
-        return gradients_of_tokens(records, y, a, site)
+        y, a = value.tokens(*tensors, batch_size)
+        return gradients_of_tokens(records, y, a, value)
     if kind is NORMALIZED:
         use, own = value
         formed = plain_gradients(use, accumulation_dtype(use.x.dtype))
@@ -304,5 +304,5 @@ def gradients_left(
             if record is not None
         ]
     if kind is DENSE:
-        return [(records[0], value[0])]
+        return list(zip(records, tensors, strict=True))
     return [(records[0], value.dense().to(stored_dtype(value.y.dtype)))]

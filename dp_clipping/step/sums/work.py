@@ -184,8 +184,8 @@ class Work(ABC):
         if self.is_summing and self.taken.issuperset(records):
             return
         if self._is_dense and kind is not DENSE:
-            for record, gradients in self._uses.gradients(kind, records, value):
-                self.take(DENSE, (record,), (gradients, None), (gradients,))
+            for record, gradients in self._uses.gradients(kind, records, value, tensors):
+                self.take(DENSE, (record,), None, (gradients,))
             return
         if self._is_on_gpu:
             stream = current_stream(self._device.index)

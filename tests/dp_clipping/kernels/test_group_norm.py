@@ -13,6 +13,7 @@ SHAPES: list = [
     ((2, 6), 3),
     ((4, 3, 2, 4, 4), 1),
     ((0, 4, 3), 2),
+    ((2, 3, 70, 90), 1),  # a program for each channel
 ]
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 

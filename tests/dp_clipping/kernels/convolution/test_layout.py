@@ -10,30 +10,26 @@ from torch import Tensor
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.convolution import factors as of_factors
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors, take_norms
+from dp_clipping.kernels.convolution import layout as of_layout
+from dp_clipping.kernels.convolution.factors import take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
-from dp_clipping.kernels.convolution.layout import weight_of
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors, weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
-from dp_clipping.layers.convolution import Factors
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
 from tests.support.kernel_cases import Place, on_kernels
 
 
-def factors(
-    x: Tensor, y: Tensor, case: tuple, tf32: bool = True, most: int = 1 << 26
-) -> ConvolutionFactors:
+def factors(x: Tensor, y: Tensor, case: tuple, tf32: bool = True) -> ConvolutionFactors:
     size, _, channels, outputs, _, geometry = case
     shape = torch.Size((outputs, channels // geometry.groups, *geometry.taps))
     with nullcontext() if tf32 else full_float32(layers=True):
-        return ConvolutionFactors(Factors(x, y, shape, size, geometry, transposed=False), most)
+        return ConvolutionFactors(x, y, shape, size, geometry)
 
 
 def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
     """Returns Σ_i c_i G_i, as `Fused.sums` forms it."""
-    if not use.values and use.gradients is None:
-        use.pack()
     c = c if use.scale is None else c * use.scale
     if use.gradients is not None:
         totals = weighted_sums([use.gradients], c[None], [0])
@@ -43,16 +39,16 @@ def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
     return weight_of(totals, use.layout, use.shape)
 
 
-def norm_of(use: ConvolutionFactors, keep: bool = True) -> tuple[Tensor, bool]:
+def norm_of(use: ConvolutionFactors, keep: bool = True, most: int = 1 << 26) -> tuple[Tensor, bool]:
     """Returns squared norms [B], and whether they are exact."""
-    ((_, (squares,), scales, _, _),) = take_norms([use], keep)
+    ((_, (squares,), scales, _, _),) = take_norms([use], keep, most)
     return squares, scales is None
 
 
 def kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
     """Takes the norm and keeps G, also where operands are smaller."""
-    use.samples = max(1, use.batch_size)
-    return norm_of(use)
+    with patch.object(of_factors, "samples_at_a_time", lambda *_: max(1, use.batch_size)):
+        return norm_of(use)
 
 
 def not_kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:
@@ -122,15 +118,16 @@ def test_pieces(place: Place) -> None:
         return pack(x, *rest)
 
     for most, programs in ((1 << 26, 1), (1, 1), (1, 10)):
-        of_factors._plan_of.cache_clear()
+        of_factors.samples_at_a_time.cache_clear()
         with (
             patch.object(of_factors, "LEAST_PROGRAMS", programs),
             patch.object(of_factors, "pack", counting),
+            patch.object(of_layout, "pack", counting),
         ):
-            use = factors(x, y, case, most=most)
-            squares, _ = norm_of(use)
+            use = factors(x, y, case)
+            squares, _ = norm_of(use, most=most)
             found.append((squares, total_of(use, torch.ones(3, device=place.device))))
-    of_factors._plan_of.cache_clear()
+    of_factors.samples_at_a_time.cache_clear()
     assert packs == [6] + [2] * 3 + [6]
     for one, other, as_before in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * one.abs().max().item())

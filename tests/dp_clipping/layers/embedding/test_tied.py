@@ -27,7 +27,7 @@ def factors_of(y: Tensor, a: Tensor, ids: Tensor, e: Tensor) -> TiedFactors:
 
 
 def tokens_of(*operands: Tensor) -> TiedTokens:
-    return TiedTokens.of(factors_of(*operands))
+    return factors_of(*operands).on_kernels()
 
 
 def drawn(

@@ -15,7 +15,9 @@ from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from ddp_by_hand.lm.parallel import TENSOR
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.clipping.accumulation import full_float32
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors
+from dp_clipping.kernels.convolution import factors
+from dp_clipping.kernels.convolution.layout import ConvolutionFactors
+from dp_clipping.step.sums import clipped_sums as of_sums
 from dp_clipping.step.sums import layer_plans
 from tests.dp_clipping.conftest import clipped_sums, private
 from tests.dp_clipping.ops.records import cancelling
@@ -65,13 +67,16 @@ def rounding(precision: str = "high", least: int = 0) -> Iterator[None]:
 @contextmanager
 def watched() -> Iterator[set[torch.Size]]:
     """Yields a set to which the shapes of weights are added whose operands are packed."""
-    packed, pack = set(), ConvolutionFactors.pack
+    packed, pack = set(), factors.pack_whole
 
-    def pack_and_note(self: ConvolutionFactors) -> object:
-        packed.add(self.shape)
-        return pack(self)
+    def pack_and_note(uses: list[ConvolutionFactors]) -> None:
+        packed.update(use.shape for use in uses)
+        pack(uses)
 
-    with patch.object(ConvolutionFactors, "pack", pack_and_note):
+    with (
+        patch.object(factors, "pack_whole", pack_and_note),
+        patch.object(of_sums, "pack_whole", pack_and_note),
+    ):
         yield packed
 
 

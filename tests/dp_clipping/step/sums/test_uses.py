@@ -31,7 +31,7 @@ def operands() -> tuple[Tensor, Tensor]:
 
 def add(uses: Uses, weight: Trainable, y: Tensor, a: Tensor) -> Tensor:
     """Adds a use of a linear layer, and returns its G."""
-    uses.add(LINEAR, (weight,), (y, a, Site(Linear, weight)), (y, a))
+    uses.add(LINEAR, (weight,), Site(Linear, weight), (y, a))
     return y.mT @ a
 
 
@@ -55,10 +55,10 @@ def test_beside_compiled_code_gradients_are_added(weight):
     uses, given = Uses(B, Kept()), torch.randn(B, D, P)
     before = given.clone()
     expected = before + add(uses, weight, *operands())
-    uses.add(DENSE, (weight,), (given, None), (given,))
+    uses.add(DENSE, (weight,), None, (given,))
     expected = expected + before
-    uses.add(DENSE, (weight,), (given, None), (given,))
-    ((kind, _, (gradients, _), _),) = uses.joined(weight.joint)
+    uses.add(DENSE, (weight,), None, (given,))
+    ((kind, _, _, (gradients,)),) = uses.joined(weight.joint)
     assert kind is DENSE
     torch.testing.assert_close(gradients, expected)
     assert torch.equal(given, before)
@@ -69,9 +69,9 @@ def test_gradients_of_further_uses_are_added_in_place(weight):
     uses, given = Uses(B, Kept()), [torch.randn(B, D, P) for _ in range(4)]
     with Live() as live:
         for gradients in given:
-            uses.add(DENSE, (weight,), (gradients, None), (gradients,))
+            uses.add(DENSE, (weight,), None, (gradients,))
     assert live.peak == 5 * given[0].nbytes
-    ((_, _, (total, _), _),) = uses.joined(weight.joint)
+    ((_, _, _, (total,)),) = uses.joined(weight.joint)
     torch.testing.assert_close(total, sum(given))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.kernels.convolution.factors import ConvolutionFactors
+from dp_clipping.kernels.convolution.factors import take_norms
 from dp_clipping.layers.recorder import DENSE, FACTORS, LINEAR
 from dp_clipping.profiling.profile import Timer
 from dp_clipping.step.state import BatchNorms
@@ -60,7 +60,7 @@ class Noting(Work):
             if self.two_passes:
                 self.recomputed.append(left.records[0])
             else:
-                self.keep([(left.records[0], left.value[0])])
+                self.keep([(left.records[0], left.tensors[0])])
 
     def set_coefficients(self, groups: list[int]) -> BatchNorms:
         self.events.append(("clip", "".join(map(str, groups))))
@@ -68,7 +68,7 @@ class Noting(Work):
 
     def summands(self, lefts: list) -> tuple[list, list]:
         new = [left for left in lefts if left.records[0] not in self.taken]
-        summands = [(left.value[0], left.tensors, left.versions) for left in new]
+        summands = [(left.tensors[0], left.tensors, left.versions) for left in new]
         return [left.records[0] for left in new], summands
 
     def sums(self, records: list, values: list) -> list[Tensor]:
@@ -143,7 +143,7 @@ class Step:
         for name in names:
             left = torch.ones(BATCH, *SHAPE)
             held.append(weakref.ref(left))
-            self.work.take(kind, (self.records[name],), (left, None), (left,))
+            self.work.take(kind, (self.records[name],), None, (left,))
         return held
 
     def backward(self, names: str, kind: str = DENSE) -> list[weakref.ref]:
@@ -523,14 +523,14 @@ def check_pieces() -> None:
     model.skip_checks()
     most = []
 
-    def made(use: Any, bytes_at_a_time: int) -> Any:
+    def taken(uses: Any, keep: bool, bytes_at_a_time: int) -> Any:
         most.append(bytes_at_a_time)
-        return ConvolutionFactors(use, bytes_at_a_time)
+        return take_norms(uses, keep, bytes_at_a_time)
 
     freed = 2 * 1 << 27
     with (
         patch.object(fused, "allocated", lambda device: -freed),
-        patch.object(fused, "ConvolutionFactors", made),
+        patch.object(fused, "take_norms", taken),
     ):
         clipped_sums(model, (torch.randn(3, 4, 4, 4), torch.randn(3, 32)))
     assert most == [1 << 27]
