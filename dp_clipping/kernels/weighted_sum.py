@@ -13,7 +13,6 @@ then loads several samples at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -90,14 +89,14 @@ def _launch(
     splits = min(max(1, PROGRAMS // starts[-1]), -(-batch_size // (UNROLLED * samples)))
     share = -(-batch_size // splits)
     splits = -(-batch_size // share)
-    if splits == 1:
-        words[1::4] = [total.data_ptr() for _, total, _, _ in rows]
-    else:  # parts [splits, size] of every sum, in one allocation
-        sizes = (-(-splits * size // ALIGNED) * ALIGNED for _, _, size, _ in rows)
-        *offsets, numel = accumulate(sizes, initial=0)
-        parts = coefficients.new_empty(numel)
-        first, itemsize = parts.data_ptr(), parts.element_size()
-        words[1::4] = [first + itemsize * offset for offset in offsets]
+    ends = [0]
+    if splits > 1:  # parts [splits, size] of every sum, in one allocation
+        for _, _, size, _ in rows:
+            ends.append(ends[-1] - (-splits * size // ALIGNED) * ALIGNED)
+        parts = coefficients.new_empty(ends[-1])
+    for n, (_, total, _, _) in enumerate(rows):
+        own = total.data_ptr() if splits == 1 else parts.data_ptr() + 4 * ends[n]
+        words[4 * n + 1] = own
     numbers = kept_table_on(coefficients.device, (*starts, *words))
     launch(
         _weighted_sum_kernel, (starts[-1], splits),
