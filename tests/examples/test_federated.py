@@ -86,4 +86,9 @@ def test_a_run_states_epsilon_and_goes_on_where_it_was(tmp_path, capsys, monkeyp
 def test_wrong_options_are_one_line(tmp_path, capsys):
     at = ["--checkpoint", str(tmp_path / "none.pt")]
     is_one_line(federated.main, [*SMALL, *at, "--resume"], "none.pt", capsys)
+    folder = ["--checkpoint", str(tmp_path)]
+    is_one_line(federated.main, [*SMALL, *folder], "is a folder, name a file", capsys)
+    (tmp_path / "file").write_text("")
+    under = ["--checkpoint", str(tmp_path / "file/round.pt")]
+    is_one_line(federated.main, [*SMALL, *under], "is a file, name a folder", capsys)
     is_one_line(federated.main, [*SMALL, *at, "--rounds", "0"], "--rounds 0: give", capsys)

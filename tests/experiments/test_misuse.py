@@ -11,6 +11,7 @@ from tests.support.plans import quick_noise
 from tests.support.wrong_input import is_one_line
 
 PROGRAMS = {
+    "correlated_noise": "correlated_noise", "examples_per_step": "examples_per_step",
     "local_steps": "local_steps", "price_dpo": "price_dpo", "price_noise": "price_noise",
     "price_sharded": "price_sharded", "networks": "networks.__main__",
     "plan_privacy": "plan_privacy.__main__", "llama_fsdp": "llama_fsdp.__main__",
@@ -21,6 +22,16 @@ PLAN = "--examples 1e8 --compute 1e21"
 GRAPHS = "--cuda-graph --networks table"
 ROOT = Path(__file__).parents[2]
 ROWS = {  # words -> a pattern of what is said
+    "correlated_noise": {
+        "--batches 9 --pictures 8": "--batches 9: give at most 8, --pictures",
+        "--delta 1 --pictures 8 --batches 2 --filters 1": r"target_delta is 1\.0",
+    },
+    "examples_per_step": {
+        "--most 3": "--rows 512: give a multiple of --most 3",
+        "--drawn 4 5": "--rows 512: give a multiple of --drawn 5",
+        "--most 1": "--most 1: each unit would be one picture: give 2 or more",
+        "--delta 1 --most 2 --rows 8 --drawn 1 --pictures 64 --filters 1": r"target_delta is 1\.0",
+    },
     "local_steps": {"--every 0": "give a positive", "--steps 0": "give a positive"},
     "price_noise": {
         "--noise secure": "--noise has no default", "--noise bands_0": "such as bands_8",
