@@ -99,7 +99,10 @@ def wrap(name: str, module: nn.Module, **options: Any) -> nn.Module:
 
 def _agree_on(options: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raises ValueError on all ranks if the options of one are not those of rank 0."""
-    shown = {n: sorted(map(repr, x)) if isinstance(x, set) else repr(x) for n, x in options.items()}
+    shown = {  # 1.0 is 1
+        n: sorted(map(repr, x)) if isinstance(x, set) else repr(x).removesuffix(".0")
+        for n, x in options.items()
+    }
     first, *others = told_by_all(shown, group)
     for rank, theirs in enumerate(others, 1):
         for name in sorted(first.keys() | theirs):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ddp.base import DataParallel
 from ddp.internals.interface import mebibytes
 from ddp.schedule import Bucket
+from ddp.torch_compat import divide_first
 
 
 @dataclass
@@ -63,8 +64,9 @@ class BucketedDDP(DataParallel):
             self.gradients.parameters[i].grad = view.copy_(gradient)
 
     def launch(self, bucket: Bucket) -> dist.Work:
-        op, group = self.reduction.op, self.process_group
-        return dist.all_reduce(self.fill(bucket), op=op, group=group, async_op=True)
+        buffer, group = self.fill(bucket), self.process_group
+        op = divide_first(self.reduction.op, group, buffer)
+        return dist.all_reduce(buffer, op=op, group=group, async_op=True)
 
     def fill(self, bucket: Bucket) -> Tensor:
         """Returns the buffer, in which those members are now too that were not ready."""

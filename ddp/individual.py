@@ -3,16 +3,16 @@
 The problem with `ddp`: the last layer's gradient is ready when backward has barely begun, but
 it is not communicated before all the others are ready, too.
 
-The idea: autograd calls a hook when a parameter's gradient has been accumulated. The hook starts
-an asynchronous all-reduce and returns at once, so the transfer runs beside the rest of backward.
-`finish_gradient_synchronization` waits for the handles and divides.
+The idea: autograd calls a hook when a parameter's gradient has been accumulated. The hook divides
+it, starts an asynchronous all-reduce and returns at once, so the transfer runs beside the rest of
+backward. `finish_gradient_synchronization` waits for the handles. A float16 sum may overflow where
+the mean does not, so the division comes first.
 
 What remains: one collective per parameter. A norm's weight of a few kilobytes takes the same
 latency as a matrix of many megabytes, and the division is one more pass over every gradient.
 """
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ddp.base import DataParallel
 from ddp.schedule import Bucket
@@ -21,16 +21,11 @@ from ddp.schedule import Bucket
 class IndividualDDP(DataParallel):
     """Launches one asynchronous all-reduce per parameter, in the agreed order, during backward."""
 
-    def launch(self, bucket: Bucket) -> tuple[dist.Work, Tensor]:
+    def launch(self, bucket: Bucket) -> dist.Work:
         (i,) = bucket.members
         gradient = self.gradient(i)
-        work = dist.all_reduce(
-            gradient, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
-        )
-        return work, gradient
-
-    def wait(self, bucket: Bucket, handle: tuple[dist.Work, Tensor]) -> None:
-        work, gradient = handle
-        work.wait()
         if self.reduction.name == "mean":
             gradient.div_(self.world_size)
+        return dist.all_reduce(
+            gradient, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
+        )

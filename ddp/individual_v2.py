@@ -1,7 +1,7 @@
 """`ddp_individual_v2`: launches ready gradients in groups, without copying them.
 
 The problem with `ddp_individual`: hundreds of launches, each with its latency, and a
-division that reads and writes every gradient once more after the wait.
+division that reads and writes every gradient once more before it is sent.
 
 The idea: collect ready gradients until there are enough bytes of one dtype, then pass the whole
 list to the communication library as one coalesced group, averaged inside the collective. The

@@ -3,8 +3,8 @@
 The problem: each rank has the gradient of its own shard of the batch, and all must step with the
 mean of all shards.
 
-The idea: when backward is over, visit the parameters in the same order on every rank, sum each
-gradient over the ranks and divide by their number. `NaiveDDP` is all of it. `SynchronousDDP` does
+The idea: when backward is over, visit the parameters in the same order on every rank, divide each
+gradient by the number of ranks and sum it over them. `NaiveDDP` is all of it. `SynchronousDDP` does
 the same on the common base (base.py), as every further step of the course does: ranks with
 different models are refused, a parameter without a gradient is named, buffers stay equal, several
 backwards may precede one finish.
@@ -35,8 +35,8 @@ class NaiveDDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                dist.all_reduce(parameter.grad)
                 parameter.grad.div_(dist.get_world_size())
+                dist.all_reduce(parameter.grad)
 
 
 class SynchronousDDP(DataParallel):
@@ -47,9 +47,9 @@ class SynchronousDDP(DataParallel):
     def launch(self, bucket: Bucket) -> None:
         (i,) = bucket.members
         gradient = self.gradient(i)
-        dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
         if self.reduction.name == "mean":
-            gradient.div_(self.world_size)
+            gradient.div_(self.world_size)  # first: a float16 sum may overflow where no mean does
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
 
     def wait(self, bucket: Bucket, handle: None) -> None:
         """Does nothing: `launch` blocks until the gradients are reduced."""

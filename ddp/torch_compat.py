@@ -68,6 +68,19 @@ def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     return getattr(wrapper, "_get_ddp_logging_data", dict)()
 
 
+def divide_first(op: Any, group: dist.ProcessGroup, *tensors: Tensor) -> Any:
+    """Divides `tensors` where a mean would divide their sum; returns the collective's operation.
+
+    The sum of float16 gradients may overflow where their mean does not, so PyTorch's DDP divides
+    first. NCCL's average does so itself; gloo has none, or divides the sum.
+    """
+    if op != dist.ReduceOp.AVG or (tensors[0].is_cuda and group.name() == dist.Backend.NCCL):
+        return op  # dist.get_backend() is slow
+    for x in tensors:
+        x.div_(group.size())
+    return dist.ReduceOp.SUM
+
+
 def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts one grouped all-reduce of `tensors` (one dtype, in place); `.wait()` on the result.
 
@@ -77,7 +90,7 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
     """
     run = found(group, "ProcessGroup", "allreduce_coalesced")
     options = found(dist, "torch.distributed", "AllreduceCoalescedOptions")()
-    options.reduceOp = op
+    options.reduceOp = divide_first(op, group, *tensors)
     options.asyncOp = True
     return run(tensors, options)
 
@@ -85,14 +98,10 @@ def coalesced_all_reduce(tensors: list[Tensor], op: Any, group: dist.ProcessGrou
 def reduce_scatter(own: Tensor, flat: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
     """Starts to reduce `flat` [W n] over ranks, of which rank r gets the r-th slice in `own` [n].
 
-    `own` may be that slice of `flat`. Only NCCL averages: elsewhere `flat` is divided before.
-    torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and 2.14 warn of the old name, 2.15
-    does not.
+    `own` may be that slice of `flat`. torch 2.13 has renamed `dist.reduce_scatter_tensor`; 2.13 and
+    2.14 warn of the old name, 2.15 does not.
     """
-    averages = flat.is_cuda and group.name() == dist.Backend.NCCL  # dist.get_backend() is slow
-    if op == dist.ReduceOp.AVG and not averages:
-        flat.div_(group.size())
-        op = dist.ReduceOp.SUM
+    op = divide_first(op, group, flat)
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return run(own, flat, op=op, group=group, async_op=True)
 

@@ -134,7 +134,11 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--noise-multiplier -1": "audit: noise_multiplier is -1.0",
         "--confidence 1": "audit: confidence is 1.0", "--canary 100": "did you mean --canaries?",
     },
-    "examples.federated": {"--resume": "none.pt", "--rounds 0": "--rounds 0: give"},
+    "examples.federated": {
+        "--resume": "none.pt", "--rounds 0": "--rounds 0: give",
+        "--checkpoint .": "is a folder, name a file",
+        "--checkpoint notes.txt/round.pt": "is a file, name a folder",
+    },
     "examples.finetune": {
         "--batch-size 50": "no multiple of --max-physical-batch-size 4: give --batch-size",
         "--epsilon 0": "--epsilon is 0.0: give a finite number above 0",
@@ -187,7 +191,16 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--delta 2": "sampling_noise: --delta 2.0: give a number between 0 and 1",
         "--epsilons 900": "sampling_noise: target_epsilon is 900",
     },
-    "experiments.correlated_noise": {"--bands 0": "--bands 0"},
+    "experiments.correlated_noise": {
+        "--bands 0": "--bands 0", "--batches 9 --pictures 8": "--batches 9: give at most 8, --pictures",
+        "--delta 1 --pictures 8 --batches 2 --filters 1": r"target_delta is 1\.0",
+    },
+    "experiments.examples_per_step": {
+        "--most 3": "--rows 512: give a multiple of --most 3",
+        "--drawn 4 5": "--rows 512: give a multiple of --drawn 5",
+        "--most 1": "--most 1: each unit would be one picture: give 2 or more",
+        "--delta 1 --most 2 --rows 8 --drawn 1 --pictures 64 --filters 1": r"target_delta is 1\.0",
+    },
     "experiments.matrix": {
         "--families keras": "keras", "--names gpt2 --output x.md": "leave out --names",
     },

@@ -241,6 +241,21 @@ def wrong(file):
             yield f"epsilon at delta {d:g} is {e:.4g}, {what} than that of the account's steps"
 
 
+def refusal(path, error):
+    """Says in one line why a file cannot be checked, and what writes one that can be."""
+    if isinstance(error, NotImplementedError):
+        return f"{path} cannot be checked: {error}"
+    if isinstance(error, FileNotFoundError):
+        what = f"there is no file {path}"
+    elif isinstance(error, OSError):
+        what = f"{path} cannot be read ({error.strerror})"
+    elif isinstance(error, KeyError):
+        what = f"{path} is no whole statement, it has no {error}"
+    else:
+        what = f"{path} is no statement, or was changed ({type(error).__name__})"
+    return f"{what}: engine.privacy_statement(delta=1e-5).save('privacy.json') writes one"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", metavar="FILE", help="privacy.json, as a statement's save wrote it")
@@ -254,15 +269,8 @@ def main() -> None:
             f"epsilon = {epsilon:.4g} at delta = {file['delta']:g} after {file['steps']} steps; "
             f"stated, not checked: unit {file['unit']!r}, neighbours {file['relation']!r}"
         )
-    except FileNotFoundError:
-        print(
-            f"there is no file {path}: engine.privacy_statement(delta=1e-5).save('privacy.json') "
-            "writes one",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     except CANNOT as error:
-        print(f"{path} cannot be checked: {error!r}", file=sys.stderr)
+        print(refusal(path, error), file=sys.stderr)
         sys.exit(2)
     for words in found:
         print(words)

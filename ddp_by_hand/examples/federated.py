@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader
 
 from ddp_by_hand.examples import functions_table as table
-from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.command_line import bad_input, check_file
 from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import PrivacyEngine
 
@@ -77,6 +77,7 @@ def train_locally(network: nn.Module, p: Tensor, data: Any, options: Options) ->
 @bad_input()
 def main(options: Options) -> int:
     """Trains, and prints ε."""
+    check_file("--checkpoint", options.checkpoint)
     parts: tuple[list, list] = [], []
     for name, rows in table.read_entities(options.clients).items():
         parts[table.is_held_out(name, 10)].append(table.to_letters(rows))

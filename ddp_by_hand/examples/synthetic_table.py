@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples import functions_table as table
-from ddp_by_hand.measure.command_line import BadInput, bad_input
+from ddp_by_hand.measure.command_line import BadInput, bad_input, check_file
 from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
@@ -94,6 +94,7 @@ def generate(model: Any, count: int) -> Tensor:
 @bad_input()
 def main(options: Options) -> int:
     """Trains, and prints synthetic entities and ε."""
+    check_file("--checkpoint", options.checkpoint)
     data: tuple[list, list] = [], []
     for name, rows in table.read_entities(options.entities).items():
         data[table.is_held_out(name, 5)].append(table.to_values(rows, ROWS))

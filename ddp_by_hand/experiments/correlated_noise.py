@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure.command_line import bad_input
 from ddp_by_hand.measure.options import option, positive, program
 from dp_clipping import CorrelatedNoise, PrivacyEngine
 
@@ -61,6 +62,10 @@ class Options:
         check=positive)
 # fmt: on
 
+    def __post_init__(self) -> None:
+        if self.batches > self.pictures:
+            raise ValueError(f"--batches {self.batches}: give at most {self.pictures}, --pictures")
+
 
 @dataclass(frozen=True)
 class Split:
@@ -72,6 +77,7 @@ class Split:
 
 
 @program("ddp_by_hand.experiments.correlated_noise", Options, needs=["matplotlib"])
+@bad_input()
 def main(options: Options) -> int:
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more

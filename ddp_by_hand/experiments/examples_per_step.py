@@ -5,9 +5,9 @@
     python -m ddp_by_hand.experiments.examples_per_step --epsilons 8 --drawn 1 --seeds 1
 
 The data are those of `experiments.correlated_noise`. A unit of privacy has 1 to `--most` pictures:
-its size is 2^u, with u uniform. A step has `--rows` pictures. So a batch of units with all of their
-pictures, filled up to `--most`, has `--most` / m times fewer units than one with m of each. All
-have the same number of steps, and the learning rate that is best on other pictures.
+its size is most^u, with u uniform. A step has `--rows` pictures. So a batch of units with all of
+their pictures, filled up to `--most`, has `--most` / m times fewer units than one with m of each.
+All have the same number of steps, and the learning rate that is best on other pictures.
 """
 
 import sys
@@ -30,6 +30,7 @@ from ddp_by_hand.experiments.correlated_noise import (
     tuned,
 )
 from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure.command_line import bad_input
 from ddp_by_hand.measure.options import option, positive, program
 
 COLUMNS = (
@@ -44,7 +45,7 @@ class Options:
     epsilons: tuple[float, ...] = option((2.0, 8.0), "budgets", metavar="ε", check=positive)
     delta: float = option(1e-5, "the other half of each budget", check=positive)
     drawn: tuple[int, ...] = option((1, 4, 16), "m, each a row", check=positive)
-    most: int = option(64, "pictures of a unit at most, a power of two", check=positive)
+    most: int = option(64, "pictures of a unit at most, which divide --rows", check=positive)
     rows: int = option(512, "pictures of a step, with those that fill up", check=positive)
     steps: int = option(128, "of each run", check=positive)
     seeds: int = option(5, "runs of each", check=positive)
@@ -54,12 +55,21 @@ class Options:
         check=positive)
 # fmt: on
 
+    def __post_init__(self) -> None:
+        if self.most < 2:
+            raise ValueError("--most 1: each unit would be one picture: give 2 or more")
+        for name, each in (("--most", self.most), *(("--drawn", m) for m in self.drawn)):
+            if self.rows % each:
+                raise ValueError(f"--rows {self.rows}: give a multiple of {name} {each}")
+
 
 @program("ddp_by_hand.experiments.examples_per_step", Options, needs=["matplotlib"])
+@bad_input()
 def main(options: Options) -> int:
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more
-    split = split_of(correlated_noise.Options(pictures=options.pictures, filters=options.filters))
+    sizes = {"pictures": options.pictures, "filters": options.filters, "batches": 1}
+    split = split_of(correlated_noise.Options(**sizes))
     ids = units_of_pictures(options)
     rows = []
     for epsilon in options.epsilons:

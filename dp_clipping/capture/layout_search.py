@@ -47,6 +47,10 @@ MOVED = (
     "output; for mixtures of experts of transformers call "
     'network.set_experts_implementation("batched_mm") before make_private'
 )
+PARTED = (
+    "{name} gets rows of some samples of the batch and not of all, as for part in x.split(32), and "
+    "what calls it cannot run on single samples: call it with all samples at once"
+)
 NETWORK = "\0"  # no module has this name: the network's outputs
 
 
@@ -209,6 +213,8 @@ class Search:
         runs = (few, more, other)
         if few.has_moved:
             raise NeedsVmap(handle.name, MOVED.format(name=name))
+        if handle.is_parted and self.capture.sharding is None:
+            raise NeedsVmap(handle.name, PARTED.format(name=name))
         sides = [("input", handle.layouts, [run.inputs for run in runs])]
         if handle.learns_outputs:
             sides.append(("output", handle.output_layouts, [run.outputs for run in runs]))

@@ -321,13 +321,13 @@ class LayoutDiscovery:
 
         A search is of the samples that a module runs otherwise for; see also `LayerState.unseen`.
         """
-        for _ in range(2 * len(self._capture.handles)):
+        for _ in range(3 * len(self._capture.handles)):
             try:
                 return self._check(batch)
             except LayoutUnknown as error:
                 if self._sharding is not None:
                     raise ValueError(ON_OTHER_RANKS) from error
-                given = error.arguments
+                given, self._is_settled = error.arguments, False
                 self.look(batch if given is None else self.batch_of_run(*given))
         return self._check(batch)
 

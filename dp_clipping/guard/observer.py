@@ -14,7 +14,7 @@ from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.layers.batch_layout import Layout, LayoutUnknown, all_tokens
+from dp_clipping.layers.batch_layout import Layout, LayoutUnknown, all_tokens, check_size
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.own import UnknownOperation
@@ -197,6 +197,8 @@ class _Calls:
         if not is_in_backward():  # a checkpointed block is computed again in it
             for x, layout in zip(inputs, layouts, strict=False):
                 if layout.kind != "shared":
+                    if layout.kind == "dimension" and x.shape[layout.dim] != self._size:
+                        self._refuse_parts(handle, x, layout)
                     self.seen.add(handle.name, "input", self._of_input(x, layout))
         args, kwargs = expanded_input(handle, inputs, args, kwargs, self._size)
         if handle.operations:
@@ -268,6 +270,16 @@ class _Calls:
             return on_whole_batch(module, call, copies, args, kwargs)
         except UnknownOperation as error:  # it computes otherwise
             raise handle.unseen(error) from error
+
+    def _refuse_parts(self, handle: LayerState, x: Tensor, layout: Layout) -> None:
+        """Raises LayoutUnknown for some samples of the batch, as of x.split(32), once a layer."""
+        was_parted = handle.is_parted
+        try:
+            check_size(x, layout, handle, self._size)
+        except ValueError as error:
+            if was_parted or not handle.is_parted:
+                raise
+            raise LayoutUnknown(handle.name) from error
 
     def _of_input(self, x: Tensor, layout: Layout) -> Summary:
         """Returns the summary of a layer's input; layers that read one tensor in turn share it."""

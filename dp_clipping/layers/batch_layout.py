@@ -308,8 +308,13 @@ def has_rows(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> bool:
 
 
 def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
-    """Refuses an input without rows of its own for every sample."""
+    """Refuses an input without rows of its own for every sample.
+
+    If it has fewer rows what calls the layer may split the batch: it runs under vmap after the next
+    search.
+    """
     if not has_rows(x, layout, handle, batch_size):
+        handle.is_parted = x.dim() > layout.dim and x.shape[layout.dim] < batch_size
         raise ValueError(
             f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
             f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "

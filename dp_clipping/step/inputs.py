@@ -17,6 +17,7 @@ from torch import Tensor
 from dp_clipping.capture.network import plain_run
 from dp_clipping.capture.samples.batch import Batch, are_samples, tensors_of
 from dp_clipping.guard.carried import Restored
+from dp_clipping.layers.vmap.refusals import escape_of
 from dp_clipping.step.context import StepContext
 from dp_clipping.step.state import StepState
 from dp_clipping.torch_compat import flush_ready_nodes, is_passed_on
@@ -204,6 +205,8 @@ class InputReader:
                 raise ValueError(LISTED.format(samples=self._expected)) from error
             if _is_refusal(error) or "use_reentrant=True" in str(error):
                 raise
+            if (meaning := escape_of(error)) is not None:
+                raise meaning from error
             if not size:
                 raise ValueError(OF_ZEROS.format(error=shown(error))) from error
             is_index = is_lost or isinstance(error, IndexError)

@@ -107,7 +107,7 @@ def test_collectives_are_those_of_the_plan(context: Context, name: str) -> None:
             plan = plan_of(steps.model)
             events = steps.run()
             calls = gradient_collectives(events)
-            assert all(c.asynchronous and c.op == "AVG" for c in calls)
+            assert all(c.asynchronous for c in calls)
             if name == "ddp_individual_v2":
                 assert [c.numels for c in calls] == plan
             else:

@@ -195,6 +195,9 @@ def different_options(context: Context, name: str) -> None:
             own = {option: here} if context.rank == 0 else odd
             with pytest.raises(ValueError, match=message):
                 wrap(name, Chain().to(context.device), process_group=context.group, **own)
+    if "bucket_size_mb" in options_of(implementation(name)):  # a whole number is no other size
+        size = 1 if context.rank else 1.0
+        wrap(name, Chain().to(context.device), process_group=context.group, bucket_size_mb=size)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp import implementation, wrap
+from ddp import IMPLEMENTATIONS, implementation, wrap
 from ddp.copy_engine import CopyEngineDDP
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
@@ -277,12 +277,28 @@ def types_of_the_user(context: Context, name: str) -> None:
         check_types(torch.float32, None)
 
 
+def half_means(context: Context, name: str) -> None:
+    """The mean of float16 gradients is there where their sum overflows, as in PyTorch's DDP."""
+    model = wrapped(context, name, nn.Linear(3, 2, dtype=torch.float16))
+    x = torch.ones(1, 3, dtype=torch.float16, device=context.device)
+    (model(x) * 40_000).sum().backward()
+    model.finish_gradient_synchronization()
+    for g in whole_gradients(model):
+        assert g.eq(40_000).all(), g
+
+
 @pytest.mark.parametrize(
     "body",
     [float32_sums, unused, refused_dtypes, unchanged, types_of_the_user],
 )
 def test_gradient_dtype(ranks, implementation, body):
     ranks.run(2, body, implementation)
+
+
+def test_the_mean_is_there_where_the_sum_overflows(ranks, implementation):
+    if implementation not in IMPLEMENTATIONS:
+        pytest.skip("a learner's variant may divide the sum")
+    ranks.run(2, half_means, implementation)
 
 
 def test_autograd_accumulates_in_the_gradient_dtype(ranks, implementation):

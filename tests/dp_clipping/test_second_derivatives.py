@@ -236,6 +236,24 @@ def test_transforms_of_torch_func_are_refused_by_what_they_are(name, mode):
         sums_of(network, mode)
 
 
+class Bare(nn.Module):
+    """Differentiates by its own parameter's code, without a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return torch.func.grad(lambda z: (z @ self.weight).tanh().sum())(x)
+
+
+def test_a_transform_of_a_parameter_is_refused_by_what_it_is():
+    with pytest.raises(
+        ValueError, match=r"transform of torch\.func.*torch\.autograd\.grad\(energy\.sum\(\), x"
+    ):
+        sums_of(build(Bare), "bookkeeping")
+
+
 def differentiated(network, x):
     x = x.clone().requires_grad_(True)
     return torch.autograd.grad(network.total(x), x, create_graph=True)[0]

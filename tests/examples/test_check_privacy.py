@@ -128,14 +128,31 @@ def test_what_cannot_be_checked_is_said(tmp_path, monkeypatch, capsys):
     file["account"] |= {"noise": "laplace", "sampling": "poisson"}
     for content, words in (
         (json.dumps(file), "is its author's"), (json.dumps(other), "is not known here"),
-        ("{", "cannot be checked"), ("{}", "'account'"),
     ):  # fmt: skip
         path.write_text(content)
         assert checked(path, monkeypatch) == 2
         assert words in capsys.readouterr().err
-    path.unlink()
-    assert checked(path, monkeypatch) == 2
-    assert capsys.readouterr().err.startswith(f"there is no file {path}: engine.privacy_st")
+
+
+def test_what_is_no_statement_is_said_in_a_line_with_what_writes_one(tmp_path, monkeypatch, capsys):
+    path, folder = tmp_path / "privacy.json", tmp_path / "folder"
+    folder.mkdir()
+    for content, words in (
+        (None, "there is no file"), (b"{", "is no statement"), (b"", "is no statement"),
+        (b"[1]", "is no statement"), (b"3", "is no statement"), (b"\x94\xff" * 99, "no statement"),
+        (b"{}", "is no whole statement, it has no 'account'"),
+    ):  # fmt: skip
+        if content is not None:
+            path.write_bytes(content)
+        assert checked(path, monkeypatch) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert line.endswith(
+            ": engine.privacy_statement(delta=1e-5).save('privacy.json') writes one"
+        )
+        assert len(line) < 300
+    assert checked(folder, monkeypatch) == 2
+    assert f"{folder} cannot be read (Is a directory): engine." in capsys.readouterr().err
 
 
 def test_it_needs_nothing_of_ours_and_mu_of_one_pair_is_never_lost():

@@ -12,6 +12,7 @@ from ddp_by_hand.examples import synthetic_table
 from ddp_by_hand.examples.synthetic_table import MOST, ROWS, SIZES, Options, TableModel
 from ddp_by_hand.measure.command_line import BadInput
 from dp_clipping import BatchMemoryManager, PrivacyEngine
+from tests.support.wrong_input import is_one_line
 
 SMALL = [
     "--entities", "60", "--epochs", "2", "--batch-size", "2", "--noise", "2", "--loss-noise", "1",
@@ -178,3 +179,8 @@ def test_a_run_has_empty_batches_states_epsilon_and_goes_on_where_it_was(
     assert synthetic_table.main([*arguments, str(both + 0.1)]) == 0
     assert "one more would spend more than --epsilon" in capsys.readouterr().out
     assert saved(again)["epoch"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line_before_training(tmp_path, capsys):
+    folder = ["--checkpoint", str(tmp_path)]
+    is_one_line(synthetic_table.main, [*SMALL, *folder], "is a folder, name a file", capsys)

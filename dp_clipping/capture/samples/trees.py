@@ -14,10 +14,16 @@ from dp_clipping.torch_compat import PLAIN_LEAVES, tree_flatten, tree_unflatten
 from dp_clipping.trials.holders import held_by, holding
 
 
-def opened(tree: Any) -> tuple[list[Any], Any]:
+def opened(tree: Any, within: tuple = ()) -> tuple[list[Any], Any]:
     """Returns the leaves of a tree and its structure.
 
     Two structures are equal if their trees have the same containers and keys.
+
+    Args:
+        within: the mappings and dataclasses that hold the tree.
+
+    Raises:
+        ValueError: naming the type of one that holds itself.
     """
     leaves, structure = tree_flatten(tree)
     if PLAIN_LEAVES.issuperset(map(type, leaves)):
@@ -27,7 +33,13 @@ def opened(tree: Any) -> tuple[list[Any], Any]:
     for x in leaves:
         held = {} if isinstance(x, Tensor) else held_by(x)
         if held:
-            inner, parts = opened(list(held.values()))
+            if any([x is outer for outer in within]):
+                raise ValueError(
+                    f"a {type(x).__name__} of a batch holds itself, perhaps as the parent of what "
+                    "it holds, so its samples cannot be taken apart: give the model and the "
+                    "criterion the tensors themselves, as model(node.x)"
+                )
+            inner, parts = opened(list(held.values()), (*within, x))
             holders.append(_Holder(x, tuple(held), parts))
             found += inner
         else:

@@ -26,7 +26,7 @@ OF_VMAP = (
 ESCAPED = "escaped from inside"
 WITHOUT_RULE = (
     "must override the setup_context", "implement the jvp function for custom",
-    "called under a transform within torch.vmap",
+    "called under a transform within torch.vmap", "support saved tensor hooks",
 )  # fmt: skip
 TRANSFORMED = (
     "the network calls its layers under a transform of torch.func (grad, vjp, jvp, jacrev, jacfwd, "

@@ -11,6 +11,7 @@ from dp_clipping.layers.batch_layout import Layout
 from tests.dp_clipping.conftest import (
     assert_close,
     assert_exact,
+    assert_step,
     clipped_sums,
     private,
     private_loss,
@@ -225,3 +226,73 @@ def test_a_layer_whose_hooks_give_its_input_another_shape():
     layer.register_forward_hook(lambda _, args, y: y.squeeze(1))
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer).double()
     assert_exact(network, tuple(torch.randn(5, n, dtype=torch.float64) for n in (3, 2)))
+
+
+class InParts(nn.Module):
+    """Computes a few samples after others, as to save memory; with masks of the same parts."""
+
+    def __init__(self, part: int, is_attention: bool, mixes: bool = False):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, batch_first=True)
+        if not is_attention:
+            self.layer = nn.Linear(4, 4)
+        self.part, self.mixes = part, mixes
+
+    def forward(self, x, mask):
+        found = []
+        for rows, hidden in zip(x.split(self.part), mask.split(self.part), strict=True):
+            y = rows
+            if isinstance(self.layer, nn.Linear):
+                y = self.layer(rows)
+            else:
+                y = self.layer(y, y, y, key_padding_mask=hidden, need_weights=False)[0]
+            found.append((y * ~hidden[..., None]).tanh() - self.mixes * y.mean(0))
+        return torch.cat(found)
+
+
+def samples_and_masks(count: int) -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.randn(count, 3, 4, dtype=torch.float64),
+        "mask": torch.arange(3) > torch.arange(count)[:, None] % 3,
+    }
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 5])
+@pytest.mark.parametrize("is_attention", [True, False])
+def test_a_network_that_computes_a_few_samples_after_others(part, is_attention):
+    batch = samples_and_masks(7), torch.randn(7, 3, 4, dtype=torch.float64)
+    assert_exact(InParts(part, is_attention).double(), batch)
+
+
+def test_parts_that_begin_with_a_larger_batch_of_which_no_check_is_due():
+    network = InParts(7, is_attention=True).double()
+    model, targets = private(copy.deepcopy(network)), torch.randn(11, 3, 4, dtype=torch.float64)
+    for count in (6, 6, 6, 6, 6):
+        assert_step(model, network, (samples_and_masks(count), targets[:count]))
+    batch = samples_and_masks(11), targets
+    with pytest.raises(
+        ValueError, match=r"layer got an input of shape \(7, .*model\.reset_batch_l"
+    ):
+        private_loss(model, batch, zoo.product)
+    model.reset_batch_layouts()
+    assert_step(model, network, batch)
+
+
+@pytest.mark.parametrize("part", [6, 20])
+def test_samples_that_see_others_of_their_part_are_refused(part):
+    batch = samples_and_masks(7), torch.ones(7, 3, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+        private_loss(private(InParts(part, False, mixes=True).double()), batch, zoo.product)
+
+
+def test_a_layer_that_gets_the_first_samples_alone_is_refused():
+    """Of a larger batch than they are: under vmap each sample would be a first one."""
+
+    def forward(net, x):
+        y = net.first(x)
+        return torch.cat((y[:3] + net.layer(y[:3]), y[3:]))
+
+    network = zoo.Net(forward, first=nn.Linear(4, 4), layer=nn.Linear(4, 4)).double()
+    batch = [torch.randn(7, 4, dtype=torch.float64) for _ in range(2)]
+    with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+        private_loss(private(network), batch, zoo.product)

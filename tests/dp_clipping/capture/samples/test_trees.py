@@ -66,3 +66,12 @@ def test_a_structure_holds_no_leaf():
     del x
     assert structure is not None
     assert still() is None
+
+
+@pytest.mark.parametrize("way", ["itself", "as a parent"])
+def test_what_holds_itself_is_named(way):
+    one = Plain(X)
+    one.more = one if way == "itself" else [Frozen(Y, {"parent": one})]
+    with pytest.raises(ValueError, match=r"a Plain of a batch holds itself.*give the model"):
+        opened((one, Y))
+    assert opened((Plain(one.x), Y, Plain(X)))[0] == [X, None, Y, X, None]
