@@ -192,7 +192,8 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--epsilons 900": "sampling_noise: target_epsilon is 900",
     },
     "experiments.correlated_noise": {
-        "--bands 0": "--bands 0", "--batches 9 --pictures 8": "--batches 9: give at most 8, --pictures",
+        "--bands 0": "--bands 0",
+        "--batches 9 --pictures 8": "--batches 9: give at most 8, --pictures",
         "--delta 1 --pictures 8 --batches 2 --filters 1": r"target_delta is 1\.0",
     },
     "experiments.examples_per_step": {
