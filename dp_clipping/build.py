@@ -119,6 +119,7 @@ def build_loader(settings: Settings, ranks: Ranks, keys: Keys) -> DataLoader:
         batch_first=settings.batch_first,
         rand_on_empty=settings.rand_on_empty,
         units=settings.units,
+        checks=settings.checks,
         scheme=scheme_of(
             settings.sampling,
             units=settings.units_of_data,

@@ -72,14 +72,18 @@ class PrivacyEngine(Checkpoints, Audits):
             a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
             count of non-finite samples, the loss in training, `check`, `audit`.
+        checks: which batches are checked for samples that depend on others: `"first"` (the first,
+            and each doubling), `"sampled"` (one in 64 too), `"off"`; see docs/sharp_edges.md.
     """
 
     @checked(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")
     def __init__(
-        self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False
-    ):
+        self, *, accountant: str = "pld", secure_mode: bool = False, hide_unprotected: bool = False,
+        checks: str = "first",
+    ):  # fmt: skip
         super().__init__(accountant, secure=secure_mode)
         self._secure_mode, self._hide_unprotected = secure_mode, hide_unprotected
+        self._checks = checks
         self._dataset: Any = None
 
     @property
@@ -223,7 +227,7 @@ class PrivacyEngine(Checkpoints, Audits):
         refuse_used(
             module=module, optimizer=optimizer, criterion=criterion, data_loader=data_loader
         )
-        return self._build(Settings(**given, secure_mode=self.secure_mode))
+        return self._build(Settings(**given, secure_mode=self.secure_mode, checks=self._checks))
 
     @checked(MAKE_WITH_EPSILON)
     def make_private_with_epsilon(

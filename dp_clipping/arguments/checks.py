@@ -40,6 +40,7 @@ from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.noise.correlated import CorrelatedNoise
 from dp_clipping.planning.plan import NORM_ALGORITHMS
 from dp_clipping.sampling.schemes import SAMPLINGS
+from dp_clipping.trials.schedule import LEVELS
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -132,6 +133,7 @@ ARGUMENTS: dict[str, Argument | Choice] = {
         "a finite number above 0: the samples that all ranks together expect in a step",
         lambda value: 1 / LARGEST <= value <= LARGEST,
     ),
+    "checks": Choice(lambda: LEVELS),
     # the mode
     "grad_sample_mode": Choice(
         lambda: (*MODES, "none"), " (docs/from_opacus.md has those of Opacus)"

@@ -27,7 +27,9 @@ SAVED = (
 )  # fmt: skip
 """Names the settings that a checkpoint has as given; `public` adds those in another form."""
 
-COMPARED = ("batch_first", "rand_on_empty", "norm_algorithm", "norm_reduction", "fused_step")
+COMPARED = (
+    "batch_first", "rand_on_empty", "norm_algorithm", "norm_reduction", "fused_step", "checks",
+)  # fmt: skip
 """Names the settings that ranks compare beside those."""
 
 
@@ -65,7 +67,8 @@ class Settings(Sampled):
     tile_size: int | None = None
     adaptive_threshold: AdaptiveThreshold | None = None
     data_parallel_group: dist.ProcessGroup | None = None
-    secure_mode: bool = False  # the engine's
+    secure_mode: bool = False  # the engine's, as the next one
+    checks: str = "first"
 
     def __post_init__(self) -> None:
         check("data_loader", self.data_loader)

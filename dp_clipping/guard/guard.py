@@ -85,7 +85,10 @@ class LayoutDiscovery:
     together, since a check may require another search.
     """
 
-    def __init__(self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False):
+    def __init__(
+        self, capture: CapturedNetwork, batch_first: bool, joins_all: bool = False,
+        level: str = "first",
+    ):  # fmt: skip
         network, sharding = capture.network, capture.sharding
         self._capture, self._batch_first, self._sharding = capture, batch_first, sharding
         self._bags, self.constants = KnownBags(network, opened), Constants()
@@ -94,7 +97,7 @@ class LayoutDiscovery:
         self.carried = Carried(capture.state, self._forward_and_backward, self.batch_of_run)
         self._search = Search(capture, joins_all)
         self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
-        self._schedule = Schedule()
+        self._level, self._schedule = level, Schedule(level)
         self._forecaster = Forecaster(capture, self._search.observe)
         self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
         self._is_settled = False  # a batch with `PLACES` different samples has been checked
@@ -183,7 +186,7 @@ class LayoutDiscovery:
     def forget(self) -> None:
         """Discards all findings: the next batch is examined again."""
         self._looked_at, self._is_settled = 0, False
-        self._schedule = Schedule()
+        self._schedule = Schedule(self._level)
         for one in (self._search, self._forecaster, self._bags, self.constants):
             one.forget()
 

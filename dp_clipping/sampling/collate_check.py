@@ -94,6 +94,7 @@ class CheckedCollate:
     Args:
         batch_dim: the dimension of tensors that counts the samples; of those with one, 0.
         in_order: row i must be sample i.
+        level: which calls are checked, as of `Schedule`.
 
     Attributes:
         alone: samples of the last batch alone, if their lengths are others there.
@@ -103,11 +104,12 @@ class CheckedCollate:
     """
 
     def __init__(
-        self, collate_fn: Callable[[list], Any], *, batch_dim: int, in_order: bool
-    ) -> None:
+        self, collate_fn: Callable[[list], Any], *, batch_dim: int, in_order: bool,
+        level: str = "first",
+    ) -> None:  # fmt: skip
         self.collate_fn, self.batch_dim, self.in_order = collate_fn, batch_dim, in_order
         self.alone: Alone | None = None
-        self._rows, self._batches = Schedule(), Schedule()
+        self._level, self._rows, self._batches = level, Schedule(level), Schedule(level)
         self._looks = 0
         self._lengths: list | None = None  # of the last batch whose samples were collated alone
         self._differ = False  # the lengths of a batch have followed from its samples
@@ -140,7 +142,8 @@ class CheckedCollate:
 
     def _has_new_lengths(self, batch: Any) -> bool:
         """Returns whether lengths are others than at the last look, which had found no reason."""
-        if self._differ or self._looks > NEW_LENGTHS + self._batches.count.bit_length():
+        most = NEW_LENGTHS + self._batches.count.bit_length()
+        if self._level == "off" or self._differ or self._looks > most:
             return False
         return self._lengths_of(batch) != self._lengths
 

@@ -96,6 +96,7 @@ class PoissonLoader(Uncopied, DataLoader):
             length in the shape that the collate function makes.
         units: what is sampled; default: each example is a unit.
         scheme: chooses the batches; default: `Poisson`.
+        checks: when the collate function is checked; see `trials.schedule.Schedule`.
 
     Attributes:
         on_batch: called with the number of a batch just before its (first) part is yielded, in the
@@ -123,6 +124,7 @@ class PoissonLoader(Uncopied, DataLoader):
         rand_on_empty: bool = False,
         units: Units | None = None,
         scheme: Scheme | None = None,
+        checks: str = "first",
     ) -> None:
         check_loader(loader, world_size)
         sampler = PoissonSampler(
@@ -145,7 +147,10 @@ class PoissonLoader(Uncopied, DataLoader):
         dataset, batch_dim = loader.dataset, 0 if batch_first else 1
         self._length = len(dataset)
         self.checked = CheckedCollate(
-            loader.collate_fn, batch_dim=batch_dim, in_order=sampler.rows_per_unit > 1
+            loader.collate_fn,
+            batch_dim=batch_dim,
+            in_order=sampler.rows_per_unit > 1,
+            level=checks,
         )
         collate = CollateWithEmpty(
             self.checked, dataset[0], batch_dim=batch_dim, dummy=rand_on_empty

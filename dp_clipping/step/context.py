@@ -32,6 +32,7 @@ class StepContext:
         departures: tells the wrapper of sums, if it gathers parameters; None: no wrapper does.
         examples_per_unit: k, the rows of a batch that are clipped together, one unit of privacy.
         views: v; of k rows each v are views of one example, whose loss is the mean of theirs.
+        checks: which batches are checked, one of `trials.schedule.LEVELS`.
         profile: the profile of the model's steps; None: the switch is off.
         plans: the plans of linear layers, in steps on fused kernels.
     """
@@ -45,6 +46,7 @@ class StepContext:
     departures: Departures | None
     examples_per_unit: int
     views: int
+    checks: str
     profile: Profile | None
     plans: Plans = field(default_factory=Plans)
 
@@ -89,5 +91,6 @@ def context_of(settings: Any, capture: CapturedNetwork, hide_unprotected: bool) 
         sums = ShardedSums(sharding, profile)
     return StepContext(
         capture, settings.policy, settings.grad_sample_mode, settings.batch_first, reducer, sums,
-        departures, settings.rows_per_unit * settings.views, settings.views, profile,
+        departures, settings.rows_per_unit * settings.views, settings.views, settings.checks,
+        profile,
     )  # fmt: skip

@@ -68,21 +68,22 @@ class ForwardBackward:
         self.network, self.capture = context.capture.network, context.capture
         self.padding: Tensor | None = None
         self._establishment = LayoutDiscovery(
-            self.capture, context.batch_first, joins_all=context.policy.dense_always
+            self.capture, context.batch_first, context.policy.dense_always, context.checks
         )
         self._carried, self._left = self._establishment.carried, LeftInArguments()
         self.constants = self._establishment.constants
         self.reader = InputReader(context, state, self._establishment, self.recover)
         kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._is_fused = context.policy.fused and all(starmap(available, kinds))
-        self._compared = Schedule()  # of backwards under tensor parallelism
+        self._compared = Schedule(context.checks)  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
 
     def beside(self) -> "ForwardBackward":
         """Returns passes on the same capture with a step of their own, as `engine.check` runs."""
-        return ForwardBackward(replace(self.context, plans=Plans(), profile=None), StepState())
+        context = replace(self.context, plans=Plans(), profile=None, checks="first")
+        return ForwardBackward(context, StepState())
 
     def batch_of(self, args: tuple, kwargs: dict) -> Batch:
         """Returns the samples in arguments of a forward."""
@@ -369,7 +370,7 @@ class ForwardBackward:
                     check()
         if compares:  # not only in the first: LoRA's A has no gradient there
             taken, compared = private_step.work.norms, self._compared
-            self._compared = Schedule()  # a refusal begins anew
+            self._compared = Schedule(self.context.checks)  # a refusal begins anew
             taken.split.refuse_differences(taken.table, self.capture.trained)
             self._compared = compared
         return norms

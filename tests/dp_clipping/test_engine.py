@@ -7,9 +7,10 @@ import pytest
 import torch
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from dp_clipping import MODES, PrivacyEngine
+from dp_clipping.trials.schedule import LEVELS, Schedule
 from tests.support import engine
 from tests.support.engine import BATCH, CLASSES, arguments, backward, build, data, fixed, step
 
@@ -154,3 +155,64 @@ def test_what_an_engine_was_created_with_stays(name):
     with pytest.raises(AttributeError):
         setattr(PrivacyEngine(), name, True)
     assert getattr(PrivacyEngine(**{name: True}), name) is True
+
+
+class Mixes(nn.Module):
+    """Subtracts the batch's mean, if it is told to."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.layer, self.mixes = nn.Linear(4, CLASSES), mixes
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y - y.mean(0) if self.mixes else y
+
+
+def of_pairs(samples):
+    """Makes rows of which each has a part of another sample."""
+    x, y = default_collate(samples)
+    return x + x.roll(1, 0), y
+
+
+class TestChecks:
+    @pytest.mark.parametrize("checks", LEVELS)
+    def test_which_batches_are_checked(self, checks):
+        """One batch between the powers of two mixes its samples."""
+        number = next(n for n in range(2, 10**4) if is_sampled(n))
+        run = build(engine=PrivacyEngine(checks=checks), module=Mixes())
+        step(run)
+        run.model.skip_checks(number - 1)
+        run.network.mixes = True
+        if checks == "sampled":
+            with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+                step(run)
+        else:
+            step(run)
+
+    @pytest.mark.parametrize("checks", LEVELS)
+    def test_a_function_that_mixes_always(self, checks):
+        run = build(engine=PrivacyEngine(checks=checks), module=Mixes())
+        step(run)  # where the samples are is found in any case
+        run.network.mixes = True
+        if checks == "off":
+            step(run)
+        with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+            run.engine.check(run.model, data()[:5]) if checks == "off" else step(run)
+
+    @pytest.mark.parametrize("checks", LEVELS)
+    def test_a_collate_function(self, checks):
+        loader = DataLoader(data(), BATCH, collate_fn=of_pairs)
+        run = build(engine=PrivacyEngine(checks=checks), data_loader=loader)
+        if checks == "off":
+            next(iter(run.loader))
+        else:
+            with pytest.raises(ValueError, match="collate_fn"):
+                next(iter(run.loader))
+
+
+def is_sampled(count: int) -> bool:
+    first, sampled = Schedule("first"), Schedule("sampled")
+    for schedule in (first, sampled):
+        schedule.skip(count)
+    return sampled.is_due() and not first.is_due()

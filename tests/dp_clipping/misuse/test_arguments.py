@@ -322,6 +322,8 @@ def test_targets(changes, message):
     ({"accountant": None}, "accountant"), ({"accountant": 1}, "accountant"),
     ({"accountant": "pvr"}, "accountant"), ({"hide_unprotected": "yes"}, "hide_unprotected"),
     ({"hide_unprotected": 1}, "hide_unprotected"),
+    ({"checks": "never"}, "checks 'never' is unknown: choose one of first, sampled, off"),
+    ({"checks": None}, "checks is None: choose one of"),
     *(({"secure_mode": wrong}, "secure_mode is .*: give True or False")
       for wrong in (1, "yes", None, np.True_)),
 ])  # fmt: skip

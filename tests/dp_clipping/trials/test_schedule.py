@@ -1,6 +1,6 @@
 """Calls 1, 2, 4, 8, ... are checked, and those that are larger than all before."""
 
-from dp_clipping.trials.schedule import Schedule
+from dp_clipping.trials.schedule import SAMPLED, Schedule
 
 
 def test_which_batch_is_due_is_known_before_it_comes():
@@ -32,3 +32,19 @@ def test_the_largest_batch_so_far_is_checked_whole():
     assert [schedule.next_check(size) for size in (4, 4, 8, 6, 9)] == [
         (0, True), (1, False), (2, True), (3, False), (4, True),
     ]  # fmt: skip
+
+
+def test_levels():
+    calls = 200 * SAMPLED
+    due = {n for n in range(calls) if (schedule := at(n, "sampled")).is_due() and schedule.is_due()}
+    powers = {2**k - 1 for k in range(20) if 2**k - 1 < calls}
+    assert powers < due
+    assert 100 < len(due - powers) < 300
+    assert not any(at(n, "off").is_due(10**6) for n in range(100))
+
+
+def at(count: int, level: str) -> Schedule:
+    """Returns a schedule on which that many calls have been."""
+    schedule = Schedule(level)
+    schedule.skip(count)
+    return schedule
