@@ -70,6 +70,7 @@ def private(
         "module": network, "grad_sample_mode": mode, "policy": policy, "clipping": clipping,
         "max_grad_norm": max_grad_norm, "batch_first": True, "norm_reduction": "async",
         "wrap_model": True, "loss_reduction": "mean", "rows_per_unit": 1, "views": 1,
+        "checks": "first",
     }  # fmt: skip
     settings |= {name: options.pop(name) for name in [*options] if name in settings}
     sharding = sharding_of(network, data_parallel_group)
