@@ -56,7 +56,7 @@ KERNELS = {
     r"|wgrad|Wgrad|conv_depthwise\dd_grad_weight",
     of.LAYOUTS: r"^_pack_kernel|nchwToNhwc|nhwcToNchw|AbsMaxOps",
     of.KEPT: r"^_weighted_sum_kernel",
-    of.NORM_LAYERS: r"^_(norm_layer|channel_sums|input_gradient)_kernel|GammaBetaBackward"
+    of.NORM_LAYERS: r"^_(norm_layer|group|channel_sums|input_gradient)_kernel|GammaBetaBackward"
     r"|ComputeInternalGradients|ComputeBackwardFusedParams",
     of.EMBEDDINGS: r"^_(keys|token_sums|weighted_tokens|table)_kernel|compute_grad_weight"
     r"|sum_and_scatter|krn_partial|embedding_backward|EmbeddingBag.*[bB]ackward|radix_sort"
