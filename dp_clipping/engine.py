@@ -72,8 +72,8 @@ class PrivacyEngine(Checkpoints, Audits):
             a grid, and ε includes what all rounding costs (docs/mechanisms.md).
         hide_unprotected: reading what ε does not cover raises RuntimeError: per-sample norms, the
             count of non-finite samples, the loss in training, `check`, `audit`.
-        checks: which batches are checked for samples that depend on others: `"first"` (the first,
-            and each doubling), `"sampled"` (one in 64 too), `"off"`; see docs/sharp_edges.md.
+        checks: which batches are looked at, as docs/sharp_edges.md says: `"first"` (the first, and
+            each doubling), `"sampled"` (one in 64 too) or `"off"` (none).
     """
 
     @checked(f'PrivacyEngine(accountant="pld"), and then {MAKE}', release="hide_unprotected")

@@ -174,8 +174,11 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
 
 
 def saves_by_hooks() -> bool:
-    """Returns whether a context says how autograd saves tensors, as checkpointing does."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Returns whether a context says how autograd saves tensors, as checkpointing does, or that no
+    other may."""
+    of_autograd = torch._C._autograd
+    is_free = of_autograd._saved_tensors_hooks_is_enabled()
+    return not is_free or of_autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def shape_at(node: Any, number: int) -> tuple[int, ...] | None:

@@ -67,8 +67,8 @@ class Settings(Sampled):
     tile_size: int | None = None
     adaptive_threshold: AdaptiveThreshold | None = None
     data_parallel_group: dist.ProcessGroup | None = None
-    secure_mode: bool = False  # the engine's, as the next one
-    checks: str = "first"
+    secure_mode: bool = False  # the engine's
+    checks: str = "first"  # the engine's
 
     def __post_init__(self) -> None:
         check("data_loader", self.data_loader)

@@ -160,6 +160,7 @@ class LayoutDiscovery:
     def _ensure(self, batch: Batch) -> int | None:
         alone = self._sharding is None
         is_due = self._schedule.next_is_due(batch.size if alone else 0)
+        is_due = is_due or (self._level == "off" and not self._is_settled)
         if not alone:
             self._ensure_together(batch)
         elif self._looked_at < min(FEW, max(1, batch.size)):
@@ -170,8 +171,8 @@ class LayoutDiscovery:
 
     def is_due(self, size: int) -> bool:
         """Returns whether `ensure` will check the next batch if it has `size` samples."""
-        due = self._schedule.is_due(size) or (not self._is_settled and size >= PLACES)
-        return due or self._looked_at < FEW
+        is_open = not self._is_settled and (size >= PLACES or self._level == "off")
+        return is_open or self._schedule.is_due(size) or self._looked_at < FEW
 
     def look(self, batch: Batch) -> None:
         """Finds where the samples are, on this rank."""
@@ -185,8 +186,7 @@ class LayoutDiscovery:
 
     def forget(self) -> None:
         """Discards all findings: the next batch is examined again."""
-        self._looked_at, self._is_settled = 0, False
-        self._schedule = Schedule(self._level)
+        self._looked_at, self._is_settled, self._schedule = 0, False, Schedule(self._level)
         for one in (self._search, self._forecaster, self._bags, self.constants):
             one.forget()
 
@@ -362,7 +362,8 @@ class LayoutDiscovery:
                 failure = failure or error
         else:
             raise failure
-        self._is_settled = max(self._company.of_all_ranks(len(distinct))) == PLACES
+        most = max(self._company.of_all_ranks(len(distinct)))
+        self._is_settled = most == PLACES or self._level == "off"
         if not self._is_settled and batch.size >= PLACES:
             self._unsettled += 1
             if self._unsettled == TOLD_AT:

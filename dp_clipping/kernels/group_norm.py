@@ -108,7 +108,7 @@ if triton is not None:
         tl.store(p_sums + n_rows + o_rows, b_bias, mask=m_c)
         if p_found is not None:
             b_v = tl.load(p_weight + o_rows % n_channels, mask=m_c, other=0).to(tl.float32)
-            share = rstd / (n_own * n_pixels).to(tl.float32)
+            share = rstd / tl.cast(n_own * n_pixels, tl.float32)
             of_x = tl.sum(b_v * b_weight) * share * rstd
             of_all = tl.sum(b_v * b_bias) * share
             b_found = b_v[:, None] * rstd * b_y - b_x * of_x - of_all
@@ -152,7 +152,7 @@ if triton is not None:
         b_bias = tl.load(p_sums + n_rows + o_rows, mask=m_c, other=0)
         mean = tl.load(p_mean + i_group).to(tl.float32)
         rstd = tl.load(p_rstd + i_group).to(tl.float32)
-        share = rstd / (n_own * n_pixels).to(tl.float32)
+        share = rstd / tl.cast(n_own * n_pixels, tl.float32)
         of_x = tl.sum(b_v * b_weight) * share * rstd
         of_all = tl.sum(b_v * b_bias) * share
         of_y = tl.load(p_weight + i_row % n_channels).to(tl.float32) * rstd

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 LINEAR = "linear"  # output gradients and inputs, from which G and norms follow; the site
 NORMALIZED = "normalized"  # the same; (`Normalized`, (record or None of the weight, of the bias))
 DENSE = "dense"  # G [B, *parameter] of each record; squared norms [B] of the only one, or None
-FACTORS = "factors"  # an object with `norm`, `weighted_sum` and `only`; see `sums.fused`
+FACTORS = "factors"  # an object that G follows from; see `sums.plain` and `sums.fused`
 
 # What arrives at the slots of a layer in a compiled region: see `layers.linear`.
 GRADIENT_SLOTS = ("gradient", "squares", "count")

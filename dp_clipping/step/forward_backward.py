@@ -75,7 +75,7 @@ class ForwardBackward:
         self.reader = InputReader(context, state, self._establishment, self.recover)
         kinds = {(p.device, p.dtype) for p in self.capture.parameters}
         self._is_fused = context.policy.fused and all(starmap(available, kinds))
-        self._compared = Schedule(context.checks)  # of backwards under tensor parallelism
+        self._compared = Schedule()  # of backwards under tensor parallelism
         self._begun: PrivateStep | None = None  # the last one: the pending, or one that failed
         self._has_packed = False  # sequences in the last forward's arguments
         self._is_broken = False  # a sharded step failed, and nothing can be computed any more
@@ -370,7 +370,7 @@ class ForwardBackward:
                     check()
         if compares:  # not only in the first: LoRA's A has no gradient there
             taken, compared = private_step.work.norms, self._compared
-            self._compared = Schedule(self.context.checks)  # a refusal begins anew
+            self._compared = Schedule()  # a refusal begins anew
             taken.split.refuse_differences(taken.table, self.capture.trained)
             self._compared = compared
         return norms

@@ -7,7 +7,7 @@ import pytest
 import torch
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from dp_clipping import MODES, PrivacyEngine
 from dp_clipping.trials.schedule import LEVELS, Schedule
@@ -209,6 +209,15 @@ class TestChecks:
         else:
             with pytest.raises(ValueError, match="collate_fn"):
                 next(iter(run.loader))
+
+    def test_off_looks_at_the_first_batch_alone(self):
+        """Also where samples are alike, which shows less of their places."""
+        alike = TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
+        run = build(engine=PrivacyEngine(checks="off"), dataset=alike)
+        looks_at = run.model.passes.reader.looks_at
+        assert looks_at(BATCH)
+        step(run)
+        assert not looks_at(100 * BATCH)
 
 
 def is_sampled(count: int) -> bool:

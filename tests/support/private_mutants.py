@@ -633,7 +633,7 @@ ROWS = [
      "compares = self._compared.next_is_due() and self._compared.count == 1",
      OF_TENSOR, "part_of_its_input"),
     ("a refusal of ranks that differ is said once", "step/forward_backward.py",
-     "self._compared = Schedule(self.context.checks)  # a", "pass  # a", OF_TENSOR, "part_of_its_input"),
+     "self._compared = Schedule()  # a", "pass  # a", OF_TENSOR, "part_of_its_input"),
     ("bounds stay on their rank", "distributed/norm_reduce.py",
      "counted.bounds(), *self", "counted.bounds() * counts_shared, *self", RANKS, "tensor"),
     ("shards add up over no ranks", "distributed/gradient_reduce.py",
