@@ -174,10 +174,9 @@ def apply_directly(function: type[torch.autograd.Function]) -> Callable[..., Any
 
 
 def saves_by_hooks() -> bool:
-    """Returns whether a context says how autograd saves tensors, as checkpointing does, or that no
-    other may."""
+    """Returns whether a context decides how autograd saves tensors, as checkpointing does."""
     of_autograd = torch._C._autograd
-    is_free = of_autograd._saved_tensors_hooks_is_enabled()
+    is_free = of_autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return not is_free or of_autograd._top_saved_tensors_default_hooks(False) is not None
 
 

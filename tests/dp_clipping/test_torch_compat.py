@@ -136,3 +136,11 @@ def test_parameters_that_stay_gathered_are_refused(monkeypatch):
     of_ranks.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: True))
     with pytest.raises(RuntimeError, match=r"has not freed gathered parameters: .*fully_shard"):
         of_ranks.fsdp1_free(None, SimpleNamespace(needs_unshard=lambda: False))
+
+
+def test_contexts_that_decide_how_tensors_are_saved():
+    assert not torch_compat.saves_by_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert torch_compat.saves_by_hooks()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert torch_compat.saves_by_hooks()
