@@ -82,7 +82,7 @@ class LayoutDiscovery:
     `ForwardBackward` calls `ensure` before each training forward. A batch of one sample shows
     little, because any dimension of size one may then count samples; its result is provisional
     until a larger batch comes. The search and the checks follow one schedule, on one rank or on all
-    together, since a check may require another search.
+    together, since a check may require another search. `level` is that of the schedule.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class LayerState:
         whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_unseen: it has called operators there that the search before had not seen.
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
-        is_parted: it has been called with some samples of a batch, and not with all of them.
+        is_parted: its last input that was refused had fewer rows than the batch has samples.
         records: name, relative to the module -> the parameter, of all that it captures;
             `trainable` has the names.
         has_last: for a bag: its offsets end with the number of ids.

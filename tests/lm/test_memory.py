@@ -85,7 +85,7 @@ def test_activations_are_what_autograd_keeps(model, dtype):
     ],
 )  # fmt: skip
 def test_peaks_that_were_measured_on_gpus(preset, changes, run, gib):
-    """Those of four H200 are in docs/results.md; `run`: ranks, sequences per GPU, dtype."""
+    """Compares with what docs/results.md has; `run`: ranks, sequences per GPU, dtype."""
     model = replace(PRESETS[preset], **{"context_length": 1024, **changes})
     ranks, size, dtype = run
     for variant, measured in gib.items():

@@ -1,4 +1,4 @@
-"""What is drawn can be read: no text leaves its picture, and none lies over another."""
+"""Checks that a picture can be read: no text leaves it, and none lies over another."""
 
 from collections.abc import Iterable
 from itertools import combinations

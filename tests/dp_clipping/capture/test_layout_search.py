@@ -286,7 +286,7 @@ def test_samples_that_see_others_of_their_part_are_refused(part):
 
 
 def test_a_layer_that_gets_the_first_samples_alone_is_refused():
-    """Of a larger batch than they are: under vmap each sample would be a first one."""
+    """Refuses the first samples alone: under vmap each sample would be a first one."""
 
     def forward(net, x):
         y = net.first(x)
