@@ -30,7 +30,6 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState, Thresholds
-from dp_clipping.trials.schedule import Schedule
 from dp_clipping.validation import refuse_to_be_compiled, refuse_wrapper, replicas
 
 
@@ -97,8 +96,6 @@ class PrivateModel(nn.Module):
 
     def _capture_layers(self, settings: Any) -> None:
         self.capture = Capture(self.network, self.clipping, self.sharding)
-        for handle in self.capture.handles:
-            handle.schedule = Schedule(settings.checks)
         context = self.step_context = context_of(settings, self.capture, self.hide_unprotected)
         self.profile = context.profile
         try:

@@ -21,7 +21,6 @@ from dp_clipping.layers.batch_layout import (
 )
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
-from dp_clipping.trials.schedule import Schedule
 
 FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
@@ -140,7 +139,6 @@ class LayerState:
         records: name, relative to the module -> the parameter, of all that it captures;
             `trainable` has the names.
         has_last: for a bag: its offsets end with the number of ids.
-        schedule: for a registered layer: of the comparisons of its function with single samples.
         products: for a registered layer: shapes of a sample -> the parameters for which its
             function returns products at these shapes.
         operations: of a vectorized module that runs on the whole batch (`vmap.whole_batch`): the
@@ -174,7 +172,6 @@ class LayerState:
         self.watch: Callable[..., Any] | None = None
         self.whole_because, self.is_unseen, self.is_misfit = "", False, False
         self.is_parted = False
-        self.schedule = Schedule()
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.operations: dict[Any, Any] | None = {}
         self.one_by_one = ""
