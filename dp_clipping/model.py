@@ -260,6 +260,10 @@ class PrivateModel(nn.Module):
 
         Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
         Call this before you time a few steps, and not in training. Every rank calls it.
+
+        The batches that `checks="sampled"` selects are counted too: none of these is checked, and
+        one in 64 of those that follow is. With `checks="off"` nothing changes. The first batch, in
+        which the samples are looked for, is checked in any case.
         """
         if self.policy is not None:
             self.passes.skip_checks(batches)
