@@ -250,6 +250,7 @@ class PrivateModel(nn.Module):
     def reset_batch_layouts(self) -> None:
         """Searches for the batch dimension again: for layers that are called differently now.
 
+        Modules that came to run under vmap run as at first until the search finds that they cannot.
         With a sharded model every rank calls it.
         """
         self.passes.reset_batch_layouts()

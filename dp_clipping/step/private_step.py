@@ -93,6 +93,7 @@ class PrivateStep:
             backward needs much more memory calls `plans.note_other` if `plans.measures`.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
         leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
+        calls: state of a layer -> its inputs with flattened samples so far.
 
     Other attributes:
         has_own_loss: its outputs have a `loss` of one number, which is not the criterion's.
@@ -116,6 +117,7 @@ class PrivateStep:
         self.kernel_dtypes = of_device if work.fused else ()
         self.policy: Policy = context.policy
         self.leaves: dict[Parameter, Tensor] = {}
+        self.calls: dict[Any, int] = {}
         self.seen: Any = inputs.seen
         self.watched: Any = None  # a `guard.losses.Watched`
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`

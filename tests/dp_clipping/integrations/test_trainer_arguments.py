@@ -102,7 +102,7 @@ SIGMA = {"noise_multiplier": 1.0}
         (SIGMA | {"options": {"examples_per_unit": 3}}, "has examples_per_unit, .* of PrivacyArg"),
         (SIGMA | {"unit_ids": [0, 0, 1]}, "give examples_per_unit, the most"),
         (SIGMA | {"secure_mode": 1}, "secure_mode is 1: give True or False"),
-        (SIGMA | {"checks": "never"}, "checks 'never' is unknown: choose one of first, sampled, off"),
+        (SIGMA | {"checks": "never"}, "checks 'never' is .* choose one of first, sampled, off"),
         (SIGMA | {"key_folder": 1}, 'key_folder is 1: give the name of a folder, as key_folder="'),
     ],
 )  # fmt: skip

@@ -122,7 +122,9 @@ def holding_itself(samples):
 
 def test_a_batch_that_holds_itself_is_refused():
     sample = {"x": torch.ones(2)}
-    with pytest.raises(ValueError, match="collate_fn makes a batch that holds itself.*return node.x"):
+    with pytest.raises(
+        ValueError, match=r"collate_fn makes a batch that holds itself.*return node\.x"
+    ):
         empty_of(CheckedCollate(holding_itself, batch_dim=0, in_order=False), sample)
 
 

@@ -84,5 +84,5 @@ def test_a_list_that_holds_itself_is_no_argument(kind):
     one.append({"parent": one})
     one = one if kind is list else one[1]
     model = build().model
-    with pytest.raises(ValueError, match="a list or dict of a batch holds itself.*give the model"):
+    with pytest.raises(ValueError, match=r"a list or dict of a batch holds itself.*give the model"):
         model(one)
