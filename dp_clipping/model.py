@@ -30,7 +30,6 @@ from dp_clipping.step.forward_backward import ForwardBackward
 from dp_clipping.step.gradient_buffer import GradientBuffer
 from dp_clipping.step.private_step import PrivateStep
 from dp_clipping.step.state import BatchNorms, StepState, Thresholds
-from dp_clipping.trials.schedule import Schedule
 from dp_clipping.validation import refuse_to_be_compiled, refuse_wrapper, replicas
 
 
@@ -97,8 +96,6 @@ class PrivateModel(nn.Module):
 
     def _capture_layers(self, settings: Any) -> None:
         self.capture = Capture(self.network, self.clipping, self.sharding)
-        for handle in self.capture.handles:
-            handle.schedule = Schedule(settings.checks)
         context = self.step_context = context_of(settings, self.capture, self.hide_unprotected)
         self.profile = context.profile
         try:
@@ -253,6 +250,7 @@ class PrivateModel(nn.Module):
     def reset_batch_layouts(self) -> None:
         """Searches for the batch dimension again: for layers that are called differently now.
 
+        Modules that came to run under vmap run as at first until the search finds that they cannot.
         With a sharded model every rank calls it.
         """
         self.passes.reset_batch_layouts()
@@ -263,6 +261,10 @@ class PrivateModel(nn.Module):
 
         Batches 1, 2, 4, 8, ... are checked: ten of the first thousand, but half of the first four.
         Call this before you time a few steps, and not in training. Every rank calls it.
+
+        The batches that `checks="sampled"` selects are counted too: none of these is checked, and
+        one in 64 of those that follow is. With `checks="off"` nothing changes. The first batch, in
+        which the samples are looked for, is checked in any case.
         """
         if self.policy is not None:
             self.passes.skip_checks(batches)

@@ -178,6 +178,11 @@ class Capture(CapturedNetwork):
         self.make_whole(())
         return True
 
+    def restart(self) -> None:
+        if self._whole or self._widened:
+            self._whole, self._widened = set(), {}
+            self.make_whole(())
+
     def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None:
         if weights:
             self._widened |= weights

@@ -23,13 +23,15 @@ from dp_clipping.clipping.accumulation import product_dtype
 from dp_clipping.distributed.dtensor import is_sharded, owner_of
 from dp_clipping.layers import tensor_parallel
 from dp_clipping.layers.batch_layout import (
+    AT_ONCE,
     FEW,
+    FLATTENED,
     MORE,
     CalledDifferently,
-    FitsBothOrders,
     Layout,
     LayoutUnknown,
     NeedsVmap,
+    NoLayout,
     find_layout,
     rows_unknown,
 )
@@ -49,7 +51,7 @@ MOVED = (
 )
 PARTED = (
     "{name} gets rows of some samples of the batch and not of all, as for part in x.split(32), and "
-    "what calls it cannot run on single samples: call it with all samples at once"
+    "what calls it cannot run on single samples: " + AT_ONCE
 )
 NETWORK = "\0"  # no module has this name: the network's outputs
 
@@ -68,6 +70,7 @@ class Search:
         self.routing = Routing()  # of the forward in which it is looked for
         self.differentiated: set[LayerState] = set()  # by the network's own forward
         self.packs = False  # sequences, for a recurrent layer
+        self.parted: set[str] = set()  # layers that are called on parts of larger batches
         self.checks_values = False  # a GPU may stop at numbers that are out of range
         self.output_layouts: dict[tuple[int, ...], list[Layout | None]] = {}
         self.last_outputs: tuple[int, ...] = ()
@@ -83,6 +86,7 @@ class Search:
             if handle.operations:
                 handle.operations.clear()
             handle.one_by_one, handle.whole_because, handle.is_unseen = "", "", False
+            handle.flattened = 0
 
     def establish(
         self,
@@ -125,8 +129,8 @@ class Search:
             for handle in self.capture.handles:
                 try:
                     calls = _paired(handle.name, [run[handle.name] for run in runs])
-                    for call in calls:
-                        self._learn(handle, *call)
+                    found = sum([self._learn(handle, *call) for call in calls])
+                    handle.flattened = max(found, handle.flattened)
                 except NeedsVmap as error:
                     failures.append(error)
                     continue
@@ -207,13 +211,14 @@ class Search:
             self.output_layouts[self.last_outputs] = guess
             yield
 
-    def _learn(self, handle: LayerState, few: LayerCall, more: LayerCall, other: LayerCall) -> None:
+    def _learn(self, handle: LayerState, few: LayerCall, more: LayerCall, other: LayerCall) -> int:
+        """Learns where the samples are in calls; returns how many inputs have flattened ones."""
         name = handle.name or type(self.capture.network).__name__
         dims = tuple(x.dim() for x in few.inputs)
         runs = (few, more, other)
         if few.has_moved:
             raise NeedsVmap(handle.name, MOVED.format(name=name))
-        if handle.is_parted and self.capture.sharding is None:
+        if handle.name in self.parted and self.capture.sharding is None:
             raise NeedsVmap(handle.name, PARTED.format(name=name))
         sides = [("input", handle.layouts, [run.inputs for run in runs])]
         if handle.learns_outputs:
@@ -226,7 +231,7 @@ class Search:
                     find_layout(a, b, f"{side} {n} of {name}", c)
                     for n, (a, b, c) in enumerate(zip(*tensors, strict=True))
                 )
-            except FitsBothOrders as error:
+            except NoLayout as error:
                 raise NeedsVmap(handle.name, str(error)) from error
             if known.setdefault(dims, layouts) != layouts:
                 raise NeedsVmap(
@@ -238,6 +243,7 @@ class Search:
             given, made = handle.layouts[dims], handle.output_layouts[dims]
             if all(x.kind == "shared" for x in given) and any(x.kind != "shared" for x in made):
                 raise rows_unknown(handle.name)
+        return sum([layout.kind in FLATTENED for layout in handle.layouts[dims]])
 
     def _note_backwards(self, handle: LayerState, outputs: list[Tensor], hooks: ExitStack) -> None:
         """Notes a layer from which a backward passes while the network's forward still runs.
@@ -363,9 +369,10 @@ def _paired(name: str, runs: list[list[LayerCall]]) -> list[tuple[LayerCall, ...
         raise NeedsVmap(
             name,
             f"{name or 'the network'} is called {counts[0]} times for some samples and "
-            f"{counts[-1]} times for others, so whether it is called depends on their values: call "
-            "it for all samples, and mask what it returns; of nn.AdaptiveLogSoftmaxWithLoss call "
-            "log_prob(x).gather(1, y[:, None]).squeeze(1) in place of forward(x, y).output",
+            f"{counts[-1]} times for others, so whether it is called follows from their values, or "
+            f"from how many there are: {AT_ONCE}, and mask what it returns; of "
+            "nn.AdaptiveLogSoftmaxWithLoss call log_prob(x).gather(1, y[:, None]).squeeze(1) in "
+            "place of forward(x, y).output",
         )
     return list(zip(*runs, strict=True))
 

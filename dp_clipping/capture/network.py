@@ -133,6 +133,10 @@ class CapturedNetwork(ABC):
         """
 
     @abstractmethod
+    def restart(self) -> None:
+        """Captures layers as at first, whatever runs under vmap since."""
+
+    @abstractmethod
     def let_read(self, weights: dict[nn.Module, list[Parameter]]) -> None:
         """Lets these modules compute with copies of the weights of layers that their code reads."""
 

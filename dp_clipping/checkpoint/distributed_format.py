@@ -77,6 +77,7 @@ def write_part(run: PrivateRun, folder: Path, tensors: dict[str, Tensor]) -> dic
         RuntimeError: if a rank could not write.
     """
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with _quiet():
             dcp.save(
                 tensors,

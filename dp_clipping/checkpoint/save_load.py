@@ -62,6 +62,7 @@ from dp_clipping.checkpoint.file_format import (
     OPTIMIZER,
     VERSION,
     check_contents,
+    check_places,
     plain,
     read,
     scheduler_state,
@@ -122,6 +123,7 @@ def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
     def write_all() -> None:
         if run.rank == 0:
+            check_places(path, of_keys=snapshot.key_file)
             contents = _contents(snapshot, extra, random, lambda: state)
             check_contents(contents, extra, snapshot.torch_kwargs)
             write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
@@ -140,13 +142,14 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
     def prepare() -> tuple[State, dict[str, Tensor]]:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
+        if run.rank == 0:
+            check_places(of_keys=snapshot.key_file)
         contents = _contents(snapshot, extra, random, partial(by_name, run))
         contents[DETAILS][folder_format.TENSORS] = name
         tensors = take_tensors(contents)
         for key, x in tensors.items():
             check_part(run, key, x)
         check_contents(contents, extra, snapshot.torch_kwargs)
-        (path / name).mkdir(parents=True, exist_ok=True)
         return contents, tensors
 
     def write_run() -> None:

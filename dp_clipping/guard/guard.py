@@ -30,13 +30,21 @@ from dp_clipping.capture.samples.batch import (
     tensors_of,
 )
 from dp_clipping.capture.samples.padded import padded_samples
+from dp_clipping.capture.samples.refusals import meaning_of
 from dp_clipping.capture.samples.trees import opened
 from dp_clipping.capture.vmap_trial import unfit_modules
 from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.guard.lengths import DependsOnLength, Lengths
 from dp_clipping.guard.network import PLACES, Company
 from dp_clipping.guard.observer import Observer
-from dp_clipping.layers.batch_layout import FEW, CalledDifferently, Layout, LayoutUnknown, NeedsVmap
+from dp_clipping.layers.batch_layout import (
+    FEW,
+    CalledDifferently,
+    Layout,
+    LayoutUnknown,
+    NeedsVmap,
+    SomeSamples,
+)
 from dp_clipping.layers.handle import LayerState
 from dp_clipping.sampling.alone import Alone
 from dp_clipping.torch_compat import tensors_in
@@ -44,26 +52,6 @@ from dp_clipping.trials.objects import State
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.schedule import Schedule
 
-UNEQUAL_BAGS = (
-    "the network cannot run with other numbers of samples than the batch has, as it is to see "
-    "where they are ({error}): give nn.EmbeddingBag one bag for each sample, and several bags of a "
-    "sample as arguments of their own, as def forward(self, ids, offsets, others, starts)"
-)
-BESIDE_BAGS = (
-    "{error} (ids with offsets are for nn.EmbeddingBag alone: a module that has parameters of its "
-    "own and is given them too runs under torch.vmap, where each tensor needs a row for each "
-    "sample; let those parameters be in a module that is given what nn.EmbeddingBag returns)"
-)
-SORTED = (
-    "the network packs sequences that must be sorted by length, and batches with other samples in "
-    "some places are run to find samples that depend on each other: call "
-    "pack_padded_sequence(x, lengths, enforce_sorted=False)"
-)
-PACKED = (
-    "{error} (sequences that were packed are padded to the longest one of the batch: if outputs of "
-    "the network or arguments of a layer have that length, call "
-    "pad_packed_sequence(y, batch_first=True, total_length=x.shape[1]))"
-)
 TOLD_AT = 8  # checks of batches without different samples
 ALIKE = (
     f"{TOLD_AT} batches had fewer than three samples that differ, so the places of samples are "
@@ -83,6 +71,9 @@ class LayoutDiscovery:
     little, because any dimension of size one may then count samples; its result is provisional
     until a larger batch comes. The search and the checks follow one schedule, on one rank or on all
     together, since a check may require another search. `level` is that of the schedule.
+
+    Attributes:
+        parted: layers that got some samples of a batch alone in the last forward, or check.
     """
 
     def __init__(
@@ -96,6 +87,7 @@ class LayoutDiscovery:
             capture.state = State(network, sharding is not None)
         self.carried = Carried(capture.state, self._forward_and_backward, self.batch_of_run)
         self._search = Search(capture, joins_all)
+        self.parted = self._search.parted
         self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
         self._level, self._schedule = level, Schedule(level)
         self._forecaster = Forecaster(capture, self._search.observe)
@@ -143,19 +135,10 @@ class LayoutDiscovery:
         try:
             return self._ensure(batch)
         except (RuntimeError, ValueError) as error:
-            meaning = self._meaning(error, batch)
+            meaning = meaning_of(error, bool(batch.bags), self._search.packs)
             if meaning is None:
                 raise
             raise ValueError(meaning.format(error=str(error).partition("\n")[0])) from error
-
-    def _meaning(self, error: Exception, batch: Batch) -> str | None:
-        """Returns what an error says of bags or sequences among the arguments, if anything."""
-        is_refusal = isinstance(error, ValueError)
-        if batch.bags:
-            return BESIDE_BAGS if is_refusal else UNEQUAL_BAGS
-        if is_refusal:
-            return PACKED if self._search.packs else None
-        return SORTED if "enforce_sorted" in str(error) else None
 
     def _ensure(self, batch: Batch) -> int | None:
         alone = self._sharding is None
@@ -174,6 +157,17 @@ class LayoutDiscovery:
         is_open = not self._is_settled and (size >= PLACES or self._level == "off")
         return is_open or self._schedule.is_due(size) or self._looked_at < FEW
 
+    def note_parts(self, error: BaseException) -> None:
+        """Notes a layer that got some samples alone: in the next search its caller splits them.
+
+        Raises:
+            ValueError: ranks share the network, and none of its layers runs otherwise later.
+        """
+        if isinstance(error, SomeSamples):
+            if self._sharding is not None:
+                raise error.on_ranks() from error
+            self.parted.add(error.layer)
+
     def look(self, batch: Batch) -> None:
         """Finds where the samples are, on this rank."""
         for first in range(PLACES):
@@ -187,6 +181,7 @@ class LayoutDiscovery:
     def forget(self) -> None:
         """Discards all findings: the next batch is examined again."""
         self._looked_at, self._is_settled, self._schedule = 0, False, Schedule(self._level)
+        self._capture.restart()
         for one in (self._search, self._forecaster, self._bags, self.constants):
             one.forget()
 
@@ -256,8 +251,11 @@ class LayoutDiscovery:
         if 0 < self._looked_at < FEW or size < FEW:
             self._search.forget()
             self._forecaster.forget()
-        with Restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
-            self._establish(arguments)
+        try:
+            with Restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
+                self._establish(arguments)
+        finally:
+            self.parted.clear()
         self._looked_at = max(1, size)
 
     def _establish(self, arguments: list[tuple]) -> None:
@@ -327,7 +325,8 @@ class LayoutDiscovery:
         for _ in range(3 * len(self._capture.handles)):
             try:
                 return self._check(batch)
-            except LayoutUnknown as error:
+            except (LayoutUnknown, SomeSamples) as error:
+                self.note_parts(error)
                 if self._sharding is not None:
                     raise ValueError(ON_OTHER_RANKS) from error
                 given, self._is_settled = error.arguments, False

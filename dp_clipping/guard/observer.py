@@ -14,7 +14,14 @@ from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.clipping.accumulation import full_float32
 from dp_clipping.distributed.dtensor import is_sharded
-from dp_clipping.layers.batch_layout import Layout, LayoutUnknown, all_tokens, check_size
+from dp_clipping.layers.batch_layout import (
+    FLATTENED,
+    Layout,
+    LayoutUnknown,
+    SomeSamples,
+    all_tokens,
+    check_size,
+)
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.own import UnknownOperation
@@ -78,7 +85,7 @@ class Observer:
         rounding = None if seed is None else torch.Generator(self.device).manual_seed(seed)
         try:
             return self._observed(given, scale.to(self.device), drawn, chosen, rounding)
-        except LayoutUnknown as error:
+        except (LayoutUnknown, SomeSamples) as error:
             error.arguments = given
             raise
 
@@ -184,6 +191,7 @@ class _Calls:
         self.seen, self.triggers = Seen(), list[Tensor]()
         self.last_input: tuple[tuple, Tensor, Summary] | None = None
         self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._flattened: dict[LayerState, int] = {}
 
     def watch(
         self, module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -197,8 +205,8 @@ class _Calls:
         if not is_in_backward():  # a checkpointed block is computed again in it
             for x, layout in zip(inputs, layouts, strict=False):
                 if layout.kind != "shared":
-                    if layout.kind == "dimension" and x.shape[layout.dim] != self._size:
-                        self._refuse_parts(handle, x, layout)
+                    if layout.kind in FLATTENED or x.shape[layout.dim] != self._size:
+                        check_size(x, layout, handle, self._size, self._flattened)
                     self.seen.add(handle.name, "input", self._of_input(x, layout))
         args, kwargs = expanded_input(handle, inputs, args, kwargs, self._size)
         if handle.operations:
@@ -270,16 +278,6 @@ class _Calls:
             return on_whole_batch(module, call, copies, args, kwargs)
         except UnknownOperation as error:  # it computes otherwise
             raise handle.unseen(error) from error
-
-    def _refuse_parts(self, handle: LayerState, x: Tensor, layout: Layout) -> None:
-        """Raises LayoutUnknown for some samples of the batch, as of x.split(32), once a layer."""
-        was_parted = handle.is_parted
-        try:
-            check_size(x, layout, handle, self._size)
-        except ValueError as error:
-            if was_parted or not handle.is_parted:
-                raise
-            raise LayoutUnknown(handle.name) from error
 
     def _of_input(self, x: Tensor, layout: Layout) -> Summary:
         """Returns the summary of a layer's input; layers that read one tensor in turn share it."""

@@ -24,6 +24,7 @@ OPTIONS = (  # of make_private, which no argument of a trainer stands for
     "grad_sample_mode", "loss_reduction", "memory_budget", "noise_generator", "noise_mechanism",
     "norm_algorithm", "norm_reduction", "rand_on_empty", "tile_size",
 )  # fmt: skip
+ENGINE = ("accountant", "secure_mode", "checks")  # arguments of PrivacyEngine
 SAMPLED = (
     "sample_rate", "steps", "sampling", "max_batch_size", "examples_per_unit", "unit_ids",
     "examples_per_step", "views",
@@ -79,6 +80,8 @@ class PrivacyArguments:
         max_batch_size: with `sampling="truncated_poisson"`, the most units of a batch.
         secure_mode: as of `PrivacyEngine`: cryptographic noise and batches, and an ε that includes
             what rounding costs.
+        checks: which batches are looked at, as of `PrivacyEngine`: `"first"`, `"sampled"` or
+            `"off"`.
         pad_batches: every microbatch has `per_device_train_batch_size` rows; see
             `BatchMemoryManager`.
         log_unprotected: also logs what ε does not cover: the training loss, tokens that were seen
@@ -107,6 +110,7 @@ class PrivacyArguments:
     sampling: str = "poisson"
     max_batch_size: int | None = None
     secure_mode: bool = False
+    checks: str = "first"
     pad_batches: bool = False
     log_unprotected: bool = False
     key_folder: str | None = None
@@ -127,6 +131,10 @@ class PrivacyArguments:
                     "it out, or write it as an argument of PrivacyArguments, if it is one"
                 )
         Sampled.of(self.of_make_private())
+
+    def of_engine(self) -> dict[str, Any]:
+        """Returns the arguments of `PrivacyEngine`."""
+        return {name: getattr(self, name) for name in ENGINE}
 
     def of_make_private(self) -> dict[str, Any]:
         """Returns the arguments of `make_private` that no training changes."""

@@ -102,7 +102,7 @@ class PrivateTrainer(Trainer):
         refuse_arguments(own, refusals_of(own, privacy, data_parallel is not None))
         self.privacy, self._data_parallel = privacy, data_parallel
         self._accumulation_steps = own.gradient_accumulation_steps
-        self.engine = PrivacyEngine(accountant=privacy.accountant, secure_mode=privacy.secure_mode)
+        self.engine = PrivacyEngine(**privacy.of_engine())
         self._made: tuple[nn.Module, Any, Any] | None = None  # network, batches, and data of those
         self._epsilon = (-1, 0.0)  # steps, and ε after them
         super().__init__(*args[2:], args=arguments_of_loop(own), **given)

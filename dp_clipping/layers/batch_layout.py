@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 FEW, MORE = 2, 3  # samples in the two runs
+FLATTENED = ("sample_major", "time_major")
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,15 @@ TRIMMED = (
 )
 
 
-class FitsBothOrders(ValueError):
-    """All tokens of a flattened tensor are alike, so values do not tell in which order they are."""
+CHANGED = (
+    "per-sample gradients need every sample's own rows; if the way it is called has changed, call "
+    "model.reset_batch_layouts()"
+)
+AT_ONCE = "call it with all samples of the batch at once"
+
+
+class NoLayout(ValueError):
+    """Samples have no place in a layer's tensor; what calls the layer may run on single ones."""
 
 
 class LayoutUnknown(Exception):
@@ -128,6 +136,33 @@ class NeedsVmap(ValueError):
     def __init__(self, layer: str, message: str):
         super().__init__(message)
         self.layers = {layer}
+
+
+class SomeSamples(ValueError):
+    """A layer got rows of some samples of the batch and not of all, as of `x.split(32)`.
+
+    It runs under vmap, with its caller, after a search that is told so.
+
+    Args:
+        fact: the first part of the message.
+
+    Attributes:
+        layer: its name.
+        arguments: as of `LayoutUnknown`.
+    """
+
+    arguments: tuple[tuple, dict] | None = None
+
+    def __init__(self, layer: str, fact: str):
+        super().__init__(f"{fact}: {CHANGED}")
+        self.layer, self._fact = layer, fact
+
+    def on_ranks(self) -> ValueError:
+        """Returns the error for a sharded model, none of whose layers runs under vmap later."""
+        return ValueError(
+            f"{self._fact}: {AT_ONCE}, as self.layer(x) in place of for part in x.split(32), and "
+            "let dp_clipping.BatchMemoryManager split the batches"
+        )
 
 
 class CalledDifferently(ValueError):
@@ -182,10 +217,11 @@ def find_layout(
     dim = grown[0]
     length, rest = divmod(few.shape[dim], FEW)
     if rest or more.shape[dim] != MORE * length:
-        raise ValueError(
+        raise NoLayout(
             f"{what} has {few.shape[dim]} rows for {FEW} samples and {more.shape[dim]} for {MORE}: "
-            "rows that do not belong to a sample each (a capacity- or balance-limited expert, "
-            "a batch statistic, a PackedSequence: pad it) have no per-sample gradient"
+            "rows that do not belong to a sample each (a part of the batch, as of x.chunk(2), a "
+            "capacity- or balance-limited expert, a batch statistic, a PackedSequence: pad it) "
+            f"have no per-sample gradient: {AT_ONCE}, a row or as many tokens for each"
         )
     if length == 1:
         return Layout("dimension", dim)
@@ -215,7 +251,7 @@ def _flattened_order(
         if unsure:
             return unsure
         why = "fits both orders" if sample_major else "fits neither order (samples are mixed)"
-        kind = FitsBothOrders if sample_major else ValueError
+        kind = NoLayout if sample_major else ValueError
         raise kind(
             f"{what} is flattened to {tuple(few.shape)} and its content {why}: give the layer "
             "[batch, tokens, features]"
@@ -302,22 +338,38 @@ def has_rows(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> bool:
         return False
     if layout.kind == "unit":
         return x.shape[layout.dim] == batch_size * handle.examples_per_unit
-    if layout.kind in ("sample_major", "time_major"):
+    if layout.kind in FLATTENED:
         return x.shape[layout.dim] % batch_size == 0
     return x.shape[layout.dim] == batch_size
 
 
-def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
+def check_size(
+    x: Tensor, layout: Layout, handle: Any, batch_size: int, calls: dict[Any, int] | None = None
+) -> None:
     """Refuses an input without rows of its own for every sample.
 
-    If it has fewer rows what calls the layer may split the batch: it runs under vmap after the next
-    search.
+    The number of rows does not tell that of flattened samples, the number of calls does.
+
+    Args:
+        calls: handle -> its flattened inputs so far in this forward; None: the private step's.
+
+    Raises:
+        SomeSamples: it may have those of some samples.
+        ValueError: it has more rows.
     """
+    who, is_flattened = handle.name or "the network", layout.kind in FLATTENED
+    fact = ""
     if not has_rows(x, layout, handle, batch_size):
-        handle.is_parted = x.dim() > layout.dim and x.shape[layout.dim] < batch_size
-        raise ValueError(
-            f"{handle.name or 'the network'} got an input of shape {tuple(x.shape)} for a batch of "
-            f"{batch_size} samples, and its samples were seen as {layout} in an earlier batch: "
-            "per-sample gradients need every sample's own rows; if the way it is called has "
-            "changed, call model.reset_batch_layouts()"
-        )
+        fact = f"{who} got an input of shape {tuple(x.shape)} for a batch of {batch_size} samples"
+    elif is_flattened and not torch.compiler.is_compiling():
+        step = handle.private_step
+        calls = ({} if step is None else step.calls) if calls is None else calls
+        calls[handle] = calls.get(handle, 0) + 1
+        if calls[handle] > handle.flattened:
+            fact = f"{who} is called more often for a batch of {batch_size} samples than before"
+    if fact:
+        rows = x.shape[layout.dim] if x.dim() > layout.dim else batch_size
+        fact += f", and its samples were seen as {layout} in an earlier batch"
+        if is_flattened or rows < batch_size:
+            raise SomeSamples(handle.name, fact)
+        raise ValueError(f"{fact}: {CHANGED}")

@@ -21,7 +21,6 @@ from dp_clipping.layers.batch_layout import (
 )
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
-from dp_clipping.trials.schedule import Schedule
 
 FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
@@ -136,11 +135,10 @@ class LayerState:
         whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_unseen: it has called operators there that the search before had not seen.
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
-        is_parted: its last input that was refused had fewer rows than the batch has samples.
+        flattened: its inputs with flattened samples in a forward of the search.
         records: name, relative to the module -> the parameter, of all that it captures;
             `trainable` has the names.
         has_last: for a bag: its offsets end with the number of ids.
-        schedule: for a registered layer: of the comparisons of its function with single samples.
         products: for a registered layer: shapes of a sample -> the parameters for which its
             function returns products at these shapes.
         operations: of a vectorized module that runs on the whole batch (`vmap.whole_batch`): the
@@ -173,8 +171,7 @@ class LayerState:
         self.inner_forward: Callable[..., Any] | None = None
         self.watch: Callable[..., Any] | None = None
         self.whole_because, self.is_unseen, self.is_misfit = "", False, False
-        self.is_parted = False
-        self.schedule = Schedule()
+        self.flattened = 0
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.operations: dict[Any, Any] | None = {}
         self.one_by_one = ""

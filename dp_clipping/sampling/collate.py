@@ -33,9 +33,16 @@ class CollateWithEmpty:
         self.batch_dim = batch_dim
         # Copies, because some collate functions change their samples.
         one = collate_fn([copy.deepcopy(sample)])
-        two = collate_fn([copy.deepcopy(sample) for _ in range(2)])
-        # A generator of its own: the user's streams stay as they are.
-        self.empty = self._dummy(one, torch.Generator()) if dummy else self._empty(one, two)
+        try:
+            two = collate_fn([copy.deepcopy(sample) for _ in range(2)])
+            # A generator of its own: the user's streams stay as they are.
+            self.empty = self._dummy(one, torch.Generator()) if dummy else self._empty(one, two)
+        except RecursionError as error:
+            raise ValueError(
+                "collate_fn makes a batch that holds itself, perhaps as the parent of what it "
+                "holds, so its samples cannot be taken apart: let it return the tensors "
+                "themselves, as return node.x, labels"
+            ) from error
 
     def __call__(self, samples: list) -> Any:
         # A copy, because users may change a batch.

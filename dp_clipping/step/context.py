@@ -16,6 +16,7 @@ from dp_clipping.distributed.sharding import Sharding
 from dp_clipping.modes import Policy
 from dp_clipping.planning.plan import Plans
 from dp_clipping.profiling.profile import Profile, Timer, profile_of
+from dp_clipping.trials.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class StepContext:
         checks: which batches are checked, one of `trials.schedule.LEVELS`.
         profile: the profile of the model's steps; None: the switch is off.
         plans: the plans of linear layers, in steps on fused kernels.
+        compared: name of a registered layer -> the schedule of its function's comparisons with
+            single samples. `dataclasses.replace` begins new ones.
     """
 
     capture: CapturedNetwork
@@ -49,6 +52,11 @@ class StepContext:
     checks: str
     profile: Profile | None
     plans: Plans = field(default_factory=Plans)
+    compared: dict[str, Schedule] = field(default_factory=dict, init=False)
+
+    def schedule_of(self, layer: str) -> Schedule:
+        """Returns the schedule of a registered layer's comparisons."""
+        return self.compared.setdefault(layer, Schedule(self.checks))
 
     @cached_property
     def timer(self) -> Timer:

@@ -153,6 +153,7 @@ class ForwardBackward:
         if changes := mark.changes():
             self._carried.check(changes, mark, seen, "a forward in training")
         private_step.end_forward()
+        self._establishment.parted.clear()  # such a call was a mistake
         self.state.pending = private_step
         if self.state.usage.is_part(given.size):
             rows = given.rows_beside_bags()
@@ -207,6 +208,7 @@ class ForwardBackward:
                     look = partial(self._establishment.look, inputs.seen)
                 except BaseException as raised:
                     self.recover()
+                    self._establishment.note_parts(raised)
                     error = escape_of(raised) or raised
                     if private_step.is_empty and isinstance(error, Exception):
                         raise ValueError(OF_ZEROS.format(error=shown(error))) from error

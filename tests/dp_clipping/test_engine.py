@@ -210,6 +210,22 @@ class TestChecks:
             with pytest.raises(ValueError, match="collate_fn"):
                 next(iter(run.loader))
 
+    @pytest.mark.parametrize("checks", LEVELS)
+    def test_batches_that_are_skipped(self, checks):
+        """Skips sampled ones too; the first is looked at, and those after them as before."""
+        run = build(engine=PrivacyEngine(checks=checks))
+        looks_at = run.model.passes.reader.looks_at
+        run.model.skip_checks(1000)
+        assert looks_at(BATCH)
+        step(run)
+        found = []
+        for number in range(1001, 1301):
+            found += [number] if looks_at(BATCH) else []
+            run.model.skip_checks(1)
+        sampled = [number for number in range(1001, 1301) if is_sampled(number)]
+        wanted = {"first": [1023], "sampled": sorted([1023, *sampled]), "off": []}
+        assert found == wanted[checks]
+
     def test_off_looks_at_the_first_batch_alone(self):
         """Also where samples are alike, which shows less of their places."""
         run = build(engine=PrivacyEngine(checks="off"))

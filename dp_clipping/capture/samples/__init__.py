@@ -7,4 +7,5 @@ Files:
     padded                samples that are padded, and arguments without their padding
     trees                 what is in tuples, lists, dicts, other mappings and dataclasses
     packed                packed sequences, and sequences with rows in their places
+    refusals              what errors of the search say of bags and packed sequences
 """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from dp_clipping.capture.samples.trees import HOLDS_ITSELF
 from dp_clipping.torch_compat import tree_leaves, tree_map
 
 
@@ -30,8 +31,15 @@ class Sequences(NamedTuple):
 
 
 def packed_in(tree: Any) -> list[PackedSequence]:
-    """Returns the packed sequences in a tree."""
-    leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
+    """Returns the packed sequences in a tree.
+
+    Raises:
+        ValueError: a list, tuple or dict in it holds itself.
+    """
+    try:
+        leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
+    except RecursionError as error:
+        raise ValueError(HOLDS_ITSELF.format(what="a list or dict")) from error
     return [leaf for leaf in leaves if isinstance(leaf, PackedSequence)]
 
 

@@ -13,6 +13,11 @@ from torch import Tensor
 from dp_clipping.torch_compat import PLAIN_LEAVES, tree_flatten, tree_unflatten
 from dp_clipping.trials.holders import held_by, holding
 
+HOLDS_ITSELF = (
+    "{what} of a batch holds itself, perhaps as the parent of what it holds, so its samples cannot "
+    "be taken apart: give the model and the criterion the tensors themselves, as model(node.x)"
+)
+
 
 def opened(tree: Any, within: tuple = ()) -> tuple[list[Any], Any]:
     """Returns the leaves of a tree and its structure.
@@ -34,11 +39,7 @@ def opened(tree: Any, within: tuple = ()) -> tuple[list[Any], Any]:
         held = {} if isinstance(x, Tensor) else held_by(x)
         if held:
             if any([x is outer for outer in within]):
-                raise ValueError(
-                    f"a {type(x).__name__} of a batch holds itself, perhaps as the parent of what "
-                    "it holds, so its samples cannot be taken apart: give the model and the "
-                    "criterion the tensors themselves, as model(node.x)"
-                )
+                raise ValueError(HOLDS_ITSELF.format(what=f"a {type(x).__name__}"))
             inner, parts = opened(list(held.values()), (*within, x))
             holders.append(_Holder(x, tuple(held), parts))
             found += inner

@@ -26,7 +26,7 @@ def refuse_wrong(use: Any, gradient: Tensor, tensors: list[Tensor], found: Any) 
         gradient: of the output, as the network has it; `tensors`: the inputs, likewise.
         found: what the function has returned for the whole batch.
     """
-    schedule, rows = use.handle.schedule, use.rows
+    schedule, rows = use.step.context.schedule_of(use.handle.name), use.rows
     if not schedule.is_due():
         schedule.skip(1)
         return

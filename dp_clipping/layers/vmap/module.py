@@ -25,6 +25,8 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     slots: dict[str, Any] = {name: handle.slot(name) for name in handle.trainable}
     if handle.operations is None:
         return every_sample(self, slots, handle.private_step.batch_size, args, kwargs)
+    if handle.flattened:  # operators do not see how often the module is called
+        handle.layouts_of(handle.tensors((args, kwargs)), handle.rows, of_units=False)
     if (k := handle.examples_per_unit) > 1:
         slots = {
             name: x[:, None].expand(-1, k, *x.shape[1:]).flatten(0, 1) for name, x in slots.items()

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dp_clipping.distributed.dtensor import owner_of
-from dp_clipping.layers.batch_layout import Layout, find_layout
+from dp_clipping.layers.batch_layout import FLATTENED, Layout, find_layout
 from dp_clipping.layers.handle import LayerState, expanded_output, plain_forward
 from dp_clipping.layers.vmap.own import (
     ELEMENTWISE,
@@ -163,7 +163,8 @@ class Call:
         if known.is_constant:
             return self._of_parameters(function, leaves, structure, kwargs)
         for x, layout in zip(others, known.inputs, strict=True):
-            if layout.kind == "dimension" and x.shape[layout.dim] != self.rows:
+            count = self.rows if layout.kind == "shared" else x.shape[layout.dim]
+            if count % self.rows if layout.kind in FLATTENED else count != self.rows:
                 raise UnknownOperation("one of its tensors has another number of rows")
         if function in EXPANDING and isinstance(leaves[0], Own):
             return self._expanded(function, leaves, structure, known.outputs[0])

@@ -5,8 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
+from ddp_by_hand.lm.parallel import TENSOR
+from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.layers.batch_layout import Layout
 from tests.dp_clipping.conftest import (
     assert_close,
@@ -17,6 +22,8 @@ from tests.dp_clipping.conftest import (
     private_loss,
 )
 from tests.support import zoo
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import fsdp2
 from tests.support.turns import in_turn
 
 
@@ -276,6 +283,123 @@ def test_parts_that_begin_with_a_larger_batch_of_which_no_check_is_due():
         private_loss(model, batch, zoo.product)
     model.reset_batch_layouts()
     assert_step(model, network, batch)
+
+
+PARTS = {
+    "chunk": lambda net, x: [net.layer(part) for part in x.chunk(2)],
+    "halves": lambda net, x: [net.layer(x[: len(x) // 2]), net.layer(x[len(x) // 2 :])],
+    "flattened": lambda net, x: [
+        net.layer(part.flatten(0, 1)).unflatten(0, (-1, 3)) for part in x.split(4)
+    ],
+    "flattened, time major": lambda net, x: [
+        net.layer(part.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, -1)).transpose(0, 1)
+        for part in x.split(4)
+    ],
+}
+
+
+class OwnLinear(nn.Module):
+    """Has parameters of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x.tanh() @ self.weight
+
+
+def in_parts(name: str, kind: type[nn.Module] = nn.Linear) -> nn.Module:
+    layer = kind(4, 2)
+    return zoo.Net(lambda net, x: torch.cat(PARTS[name](net, x)), layer=layer).double()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_other_kinds(name):
+    batch = tuple(torch.randn(7, 3, n, dtype=torch.float64) for n in (4, 2))
+    assert_exact(in_parts(name), batch)
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "bookkeeping"])
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
+def test_flattened_parts_of_a_larger_batch_of_which_no_check_is_due(kind, mode):
+    """Refuses them where their rows could be those of all samples: 12 of 4, in a batch of 6."""
+    network = in_parts("flattened", kind)
+    model = private(copy.deepcopy(network), mode)
+    x, targets = (torch.randn(6, 3, n, dtype=torch.float64) for n in (4, 2))
+    for _ in range(5):
+        assert_step(model, network, (x[:4], targets[:4]))
+    with pytest.raises(ValueError, match=r"layer is called more often.*model\.reset_batch_layouts"):
+        private_loss(model, (x, targets), zoo.product)
+    model.reset_batch_layouts()
+    assert_step(model, network, (x, targets))
+
+
+class Switched(nn.Module):
+    """Computes parts of the batch, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.part = nn.Linear(4, 2), 99
+
+    def forward(self, x):
+        return torch.cat([self.layer(part) for part in x.split(self.part)])
+
+
+def test_a_search_begins_anew_and_a_mistake_is_forgotten():
+    """Runs the caller under vmap after a search that follows a refused call, until the next one."""
+    model, batch = private(network := Switched()), zoo.numbers(7, 4, out=(2,))
+
+    def kind_after(part: int, *, resets: bool = True) -> str:
+        network.part = part
+        if resets:
+            model.reset_batch_layouts()
+        private_loss(model, batch, zoo.product).backward()
+        model.zero_grad()
+        return model.capture.handles[0].kind
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match=r"layer got an input of shape \(5, .* 7 samples"):
+            kind_after(5, resets=False)
+
+    assert kind_after(99) == "linear"
+    assert kind_after(99, resets=False) == "linear"
+    refused()
+    assert kind_after(99, resets=False) == "linear"
+    assert kind_after(99) == "linear"
+    kind_after(99, resets=False)
+    refused()
+    assert kind_after(5) == kind_after(5, resets=False) == kind_after(5) == "vectorized"
+    assert kind_after(99) == "linear"
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tensor"])
+@on_ranks(2)
+def test_parts_on_ranks_are_refused_with_what_to_do(context: Context, kind: str) -> None:
+    """Refuses them in a step and in a search; with all samples at once the layer runs."""
+    network = Switched()
+    if kind == "fsdp2":
+        network = fsdp2(context, network, "leaf")
+    else:
+        mesh = DeviceMesh.from_group(context.group, context.device.type, mesh_dim_names=(TENSOR,))
+        parallelize_module(network.layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+    model = private(network)
+    batch, few = (zoo.numbers(count, 4, out=(2,)) for count in (7, 3))
+    for network.part in (5, 99):  # of the three samples both are one part
+        private_loss(model, few, zoo.product).backward()
+        model.zero_grad()
+    network.part = 5
+    with pytest.raises(
+        ValueError, match=r"\(5, 4\).*: call it with all samples .* at once, as sel"
+    ):
+        private_loss(model, batch, zoo.product)
+    network.part = 99
+    private_loss(model, batch, zoo.product).backward()
+    model.zero_grad()
+    network.part = 1
+    model.reset_batch_layouts()
+    with pytest.raises(ValueError, match="samples of the batch at once, and mask"):
+        private_loss(model, batch, zoo.product)
 
 
 @pytest.mark.parametrize("part", [6, 20])

@@ -431,6 +431,9 @@ def over_a_file(context: Context, path: Path) -> None:
     run = start(context)
     with pytest.raises((ValueError, RuntimeError), match=r"is a file|its own error says why"):
         save(run, path)
+    with pytest.raises((ValueError, RuntimeError), match=r"is a folder|its own error says why"):
+        save(run, path.with_name("new"), key_path=path.parent)
+    assert not path.with_name("new").exists()
     x, y, _ = next(iter(run.loader))
     run.criterion(run.model(x), y).backward()
     with pytest.raises(RuntimeError, match="middle of a step"):

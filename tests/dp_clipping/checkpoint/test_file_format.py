@@ -70,6 +70,25 @@ class TestKilled:
         assert found == {False, True}
 
 
+UNFIT = {
+    r"runs is a folder: give the name of a file, as \S*runs/run\.pt$": {"path": "runs"},
+    r"runs is a folder: give the name of a file, as \S*runs/run\.pt\.key$": {"key_path": "runs"},
+    r"there is no folder \S*missing: make it first": {"path": "missing/run.pt"},
+    "not a key file": {"key_path": "broken.key"},
+}
+
+
+@pytest.mark.parametrize("message", UNFIT)
+def test_a_place_that_is_refused_has_nothing_written_beside_it(message, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "broken.key").write_text("broken")
+    before, run = sorted(tmp_path.rglob("*")), build()
+    places = {"path": "run.pt", "key_path": "own.key"} | UNFIT[message]
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        save(run, **{name: tmp_path / place for name, place in places.items()})
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path, monkeypatch, at):
     """PyTorch's own error, which it raises on the way out, does not hide it."""

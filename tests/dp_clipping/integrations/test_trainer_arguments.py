@@ -1,11 +1,13 @@
 """What private training cannot follow is refused by name, with what to use instead."""
 
+import inspect
 import logging
 
 import pytest
 import torch
 
-from dp_clipping.integrations.trainer_arguments import OPTIONS, PrivacyArguments
+from dp_clipping import PrivacyEngine
+from dp_clipping.integrations.trainer_arguments import ENGINE, OPTIONS, PrivacyArguments
 from tests.dp_clipping.integrations.conftest import arguments, trainer_of
 
 REFUSED = [
@@ -100,6 +102,7 @@ SIGMA = {"noise_multiplier": 1.0}
         (SIGMA | {"options": {"examples_per_unit": 3}}, "has examples_per_unit, .* of PrivacyArg"),
         (SIGMA | {"unit_ids": [0, 0, 1]}, "give examples_per_unit, the most"),
         (SIGMA | {"secure_mode": 1}, "secure_mode is 1: give True or False"),
+        (SIGMA | {"checks": "never"}, "checks 'never' is .* choose one of first, sampled, off"),
         (SIGMA | {"key_folder": 1}, 'key_folder is 1: give the name of a folder, as key_folder="'),
     ],
 )  # fmt: skip
@@ -109,11 +112,16 @@ def test_privacy_arguments(options, message):
 
 
 def test_options_are_arguments_of_make_private():
-    import inspect
-
-    from dp_clipping import PrivacyEngine
-
     assert set(OPTIONS) <= set(inspect.signature(PrivacyEngine.make_private).parameters)
+
+
+def test_arguments_of_the_engine(tmp_path):
+    """Passes on all but `hide_unprotected`, in whose place is `log_unprotected`."""
+    known = set(inspect.signature(PrivacyEngine).parameters)
+    assert set(ENGINE) == known - {"hide_unprotected"}
+    trainer = trainer_of("gpt2", tmp_path, privacy={"checks": "off"})
+    trainer.train()
+    assert not trainer.optimizer.model.passes.reader.looks_at(1000)
 
 
 def test_names_of_privacy_arguments():

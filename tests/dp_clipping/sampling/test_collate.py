@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
 from dp_clipping.sampling.collate import CollateWithEmpty, PaddedCollate
+from dp_clipping.sampling.collate_check import CheckedCollate
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -111,6 +112,20 @@ def test_the_sample_is_not_changed_by_the_collate_function():
 def test_what_might_carry_the_sample_is_refused():
     with pytest.raises(ValueError, match="collate_fn makes a object, and what no samples look"):
         empty_of(lambda samples: object(), 1)
+
+
+def holding_itself(samples):
+    batch = default_collate(samples)
+    batch["parent"] = [batch]
+    return batch
+
+
+def test_a_batch_that_holds_itself_is_refused():
+    sample = {"x": torch.ones(2)}
+    with pytest.raises(
+        ValueError, match=r"collate_fn makes a batch that holds itself.*return node\.x"
+    ):
+        empty_of(CheckedCollate(holding_itself, batch_dim=0, in_order=False), sample)
 
 
 def padded(collate_fn, samples, rows=4, batch_dim=0):

@@ -23,7 +23,7 @@ from dp_clipping.verification.report import Check
 from tests.dp_clipping.sampling.test_memory_manager import Bags
 from tests.support import replicas, zoo
 from tests.support.backwards import with_backward
-from tests.support.engine import on_any_batches
+from tests.support.engine import CLASSES, build, data, on_any_batches, step
 
 PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 SIZE = 4
@@ -662,3 +662,19 @@ def test_a_sum_of_clipped_and_unclipped_samples_that_cancel(mode):
     run = private(nn.Linear(3, 1, bias=False), Outputs(), max_grad_norm=1.0, grad_sample_mode=mode)
     report = run.engine.check(run.model, (x, torch.zeros(32)))
     assert report.ok, report
+
+
+@pytest.mark.filterwarnings("ignore:the batch of this step did not come from")
+def test_a_check_that_fails_leaves_what_steps_know_of_flattened_samples():
+    network = zoo.Net(
+        lambda net, x: net.layer(x.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1))[::net.stride],
+        layer=nn.Linear(4, CLASSES), stride=2,
+    )  # fmt: skip
+    run = build(module=network)
+    step(run)
+    network.stride = 0
+    with pytest.raises(ValueError, match="step cannot be zero"):
+        run.engine.check(run.model, data()[:1])
+    network.stride = 2
+    step(run)
+    assert [handle.kind for handle in run.model.capture.handles] == ["linear"]

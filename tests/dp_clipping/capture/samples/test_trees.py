@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dp_clipping.capture.samples.trees import closed, opened
+from tests.support.engine import build
 
 
 @dataclass
@@ -75,3 +76,13 @@ def test_what_holds_itself_is_named(way):
     with pytest.raises(ValueError, match=r"a Plain of a batch holds itself.*give the model"):
         opened((one, Y))
     assert opened((Plain(one.x), Y, Plain(X)))[0] == [X, None, Y, X, None]
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_list_that_holds_itself_is_no_argument(kind):
+    one: list | dict = [X]
+    one.append({"parent": one})
+    one = one if kind is list else one[1]
+    model = build().model
+    with pytest.raises(ValueError, match=r"a list or dict of a batch holds itself.*give the model"):
+        model(one)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping import LinearProduct, register_layer
+from dp_clipping import LinearProduct, PrivacyEngine, register_layer
+from dp_clipping.trials.schedule import LEVELS
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
+from tests.support.engine import CLASSES, build, data, step
 from tests.support.registered_layers import Gate, gate_gradients, gate_norms, gate_sums
 
 
@@ -142,6 +144,25 @@ def test_a_mistake_that_shows_later_is_found_then():
         backward(network, model=model)
     with pytest.raises(ValueError, match="is wrong: for 'bias'"):
         backward(network, model=model)
+
+
+@pytest.mark.filterwarnings("ignore:the batch of this step did not come from")
+@pytest.mark.parametrize("checks", LEVELS)
+def test_a_check_compares_a_function_at_each_level(checks):
+    """Does so in each call, and takes no comparison from the steps."""
+    factor = torch.ones(())
+    layer = registered(changed("bias", lambda g: g * factor))(4, CLASSES)
+    run = build(engine=PrivacyEngine(checks=checks), module=nn.Sequential(layer))
+    assert run.engine.check(run.model, data()[:5])
+    run.model.capture.make_whole(())  # layers get a new state
+    factor.fill_(2)
+    if checks == "off":
+        step(run)
+    else:
+        with pytest.raises(ValueError, match="is wrong: for 'bias'"):
+            step(run)
+    with pytest.raises(ValueError, match="is wrong: for 'bias'"):
+        run.engine.check(run.model, data()[:5])
 
 
 def test_gradients_of_zero_settle_nothing():
