@@ -171,7 +171,8 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "text --samples 1000000": "texts: give at most so many",
     },
     "examples.private_diffusion": {
-        "--seed -1": "--seed -1: give 0 to", "--size 10": "--size is 10", "--views 3": "multiple of 3",
+        "--seed -1": "--seed -1: give 0 to", "--size 10": "--size is 10",
+        "--views 3": "multiple of 3",
     },
     "examples.private_images": {
         "--batch-size 65": "--batch-size", "--depth 12": "--depth is 12",
