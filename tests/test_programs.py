@@ -103,7 +103,8 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--warmup-epochs -1": "--warmup-epochs -1: give 0 or more",
         "--warmup-epochs 3": "--warmup-epochs 3 exceeds --num-epochs 2.*give",
         "--warmup-epochs 2": "--warmup-epochs 2 leaves no epoch to time.*give",
-        "--seed -1": "--seed -1: give 0 or more",
+        "--seed -1": "--seed -1: give 0 to 2",
+        f"--seed {1 << 64}": f"--seed {1 << 64}: give 0 to 2",
         "--vocab-size 255": "--vocab-size is 255.*256 or more",
         "--data ''": "--data '' does not exist: give",
         "--data short.txt": r"--data .*short.txt' holds 3 bytes.*--context-length \+ 1 = 129: give",
@@ -169,7 +170,10 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "picture": "invalid choice: 'picture'",
         "text --samples 1000000": "texts: give at most so many",
     },
-    "examples.private_diffusion": {"--size 10": "--size is 10", "--views 3": "multiple of 3"},
+    "examples.private_diffusion": {
+        "--seed -1": "--seed -1: give 0 to", "--size 10": "--size is 10",
+        "--views 3": "multiple of 3",
+    },
     "examples.private_images": {
         "--batch-size 65": "--batch-size", "--depth 12": "--depth is 12",
         "--delta 2": "target_delta is 2.0", "--output-dir short.txt": "is a file, name a folder",
@@ -185,7 +189,7 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--data /nowhere": "--data '/nowhere' does not exist",
         "--data synthetic": "--data synthetic is no text",
         "--mode no_dp": "argument --mode: invalid choice: 'no_dp'",
-        "--max-grad-norm -1": "--max-grad-norm is -1.0", "--seed -1": "--seed is -1: give 0 or",
+        "--max-grad-norm -1": "--max-grad-norm is -1.0", "--seed -1": "--seed -1: give 0 to",
     },
     "examples.sampling_noise": {
         "--samples 0": "sampling_noise: --samples 0: give a positive number",
@@ -250,6 +254,7 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--norm-algorithm width": "give --use-flash too",
     },
     "experiments.llama_fsdp": {
+        f"--seed {1 << 64}": "give 0 to 2",
         "--redraw . --dry-run": "--redraw writes", "--redraw no/such/folder": "no such folder",
         f"--redraw {ROOT / 'results/records-1xh200'}": "not results of this program",
         f"{ONE} --seq-lengths 32": "leave --seq-lengths out",

@@ -79,8 +79,6 @@ class Interface(nn.Module):
         retire_others(module)
         self.gradients = self.describe_gradients()
         self.gradient = self.gradients.local
-        if not self.gradients.parameters:
-            raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
         self.schedule = Schedule()
         self.watch = Watch(module, self.gradients)
         self.step = Step(self.gradients, self.schedule, self.watch)
@@ -300,7 +298,7 @@ def mebibytes(bucket_size_mb: float | None) -> int | None:
     """
     if bucket_size_mb is None:
         return None
-    if not 0 < bucket_size_mb < inf:
+    if isinstance(bucket_size_mb, str) or not 0 < bucket_size_mb < inf:
         raise ValueError(
             f"bucket_size_mb: {bucket_size_mb} is not a positive number of MiB, nor None for one "
             "bucket"

@@ -52,7 +52,7 @@ class Replicas:
             obstacle: why this rank cannot wrap the module, if it cannot.
 
         Raises:
-            RuntimeError: on every rank, with the first rank's obstacle.
+            RuntimeError: on every rank, with the first rank's obstacle, or with nothing to train.
             ValueError: on every rank, naming the first tensor that differs from rank 0's and both
                 shapes or dtypes.
         """
@@ -63,6 +63,8 @@ class Replicas:
         for rank, theirs in enumerate(everyone):
             if difference := first_difference(everyone[0], theirs, rank):
                 raise ValueError(f"the ranks hold different models: {difference}")
+        if not any(requires_grad for *_, requires_grad in everyone[0]):
+            raise RuntimeError("no parameter requires a gradient: there is nothing to synchronise")
         with torch.no_grad():
             tensors = [*self._module.parameters(), *self._module.buffers()]
             for message in in_messages([t.detach() for t in tensors]):

@@ -37,6 +37,7 @@ from ddp_by_hand.measure.command_line import bad_input, check_folder
 from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.options import program
 from ddp_by_hand.measure.report import write_report
+from ddp_by_hand.measure.words import counted
 
 DEFAULT_FOLDER = Path("results_ddp")
 
@@ -181,7 +182,7 @@ def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> s
         hardware.sentence,
         f"model: {count:,} parameters, {count * width / (1 << 20):,.1f} MiB of gradients per step",
         f"batch: {settings.batch_size} sequences of {settings.model.context_length} tokens per "
-        f"rank, {world_size} ranks, {settings.dtype}, data {settings.data}",
+        f"rank, {counted(world_size, 'rank')}, {settings.dtype}, data {settings.data}",
         f"implementations: {', '.join(settings.implementations)}",
     ]
     lines += [

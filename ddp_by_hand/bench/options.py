@@ -8,7 +8,7 @@ from typing import Any
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench.sharded import SPLIT
 from ddp_by_hand.lm.model import PRESETS
-from ddp_by_hand.measure.options import not_negative, option, positive, requires
+from ddp_by_hand.measure.options import is_seed, not_negative, option, positive, requires
 from dp_clipping.arguments.checks import CLIPPINGS, TILE_SIZES
 from dp_clipping.clipping.coefficients import CLIPPING_FUNCTIONS
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
@@ -137,7 +137,7 @@ class Options:
     rounds: int = option(5, metavar="N", check=positive, help=(
         "how often each implementation is built, trained and timed; rounds are "
         "interleaved so that drift affects all alike"))
-    seed: int = option(0, "seed of parameters and batches", metavar="N", check=not_negative)
+    seed: int = option(0, "seed of parameters and batches", metavar="N", check=is_seed)
     device: str = option("auto", choices=("auto", "cpu", "cuda"),
         help="auto: all GPUs with NCCL if there are any, else CPU with gloo")
     num_processes: int | None = option(None, metavar="N", check=positive,

@@ -22,6 +22,7 @@ from ddp_by_hand.lm.watch import Cause, Watch
 from ddp_by_hand.measure import Progress, write_atomically
 from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.runs import flat
+from ddp_by_hand.measure.words import counted
 from ddp_by_hand.tracing import (
     Trace,
     basis_of,
@@ -266,7 +267,7 @@ class Profiling:
     def _title(self, what: str = "One training step on") -> str:
         settings = self.settings
         return (
-            f"{what} {self.worker.world_size} ranks "
+            f"{what} {counted(self.worker.world_size, 'rank')} "
             f"({self.worker.device.type}, {settings.dtype}, {settings.batch_size} × "
             f"{settings.model.context_length} tokens per rank)"
         )

@@ -25,6 +25,7 @@ from ddp_by_hand.measure.files import say_unwritten
 from ddp_by_hand.measure.report_tables import calls, milliseconds
 from ddp_by_hand.measure.runs import Cell, beside, cells_of, ratio_beside
 from ddp_by_hand.measure.statistics import NOISY, Summary
+from ddp_by_hand.measure.words import counted
 
 REFERENCE = "torch_ddp"
 WITHOUT_PRIVACY = "not private"  # what the overhead of privacy is relative to, in the picture
@@ -44,7 +45,7 @@ def report(
     """
     rows = comparison(settings, world_size, device, unwritten)
     title = (
-        f"{world_size} ranks on {device}, {settings.batch_size} sequences of "
+        f"{counted(world_size, 'rank')} on {device}, {settings.batch_size} sequences of "
         f"{settings.model.context_length} tokens per rank and step, {settings.dtype}"
     )
     if settings.has_private:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ddp_by_hand.measure.command_line import bad_input
-from ddp_by_hand.measure.options import flag, option, requires
+from ddp_by_hand.measure.options import flag, is_seed, option, requires
 
 PROGRAM = "ddp_by_hand.examples.finetune"
 DOES = (
@@ -60,7 +60,9 @@ class Options:
     max_physical_batch_size: int = option(32, "rows at a time: memory, not the result",
         metavar="N", check=_count)
     learning_rate: float = option(1e-2, "learning rate of AdamW", metavar="R", check=_finite)
-    seed: int = option(0, "seed of the initial weights, never of noise and batches", metavar="N")
+    seed: int = option(
+        0, "seed of the initial weights, never of noise and batches", metavar="N", check=is_seed
+    )
     device: str = option("auto", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"))
     prompt: str = option("the patient ", "prompt that the model continues, before and after",
         metavar="TEXT")

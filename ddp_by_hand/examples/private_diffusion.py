@@ -28,7 +28,7 @@ from ddp_by_hand.examples.font_digits import font_digits
 from ddp_by_hand.experiments.networks.diffusion import DiT, UNet
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
 from ddp_by_hand.measure.command_line import bad_input, check_folder
-from ddp_by_hand.measure.options import option, positive, program
+from ddp_by_hand.measure.options import is_seed, option, positive, program
 from ddp_by_hand.measure.picture import new_figure, save_picture
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
@@ -52,7 +52,9 @@ class Options:
     size: int = option(12, "pixels of a picture's side, a multiple of 4", check=positive)
     width: int = option(16, "channels, a multiple of 8", check=positive)
     learning_rate: float = option(2e-3, "of Adam", check=positive)
-    seed: int = option(0, "seed of pictures and initial parameters, never of any noise")
+    seed: int = option(
+        0, "seed of pictures and initial parameters, never of any noise", check=is_seed
+    )
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_diffusion"), "where the files are written")
 

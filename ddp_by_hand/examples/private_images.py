@@ -35,7 +35,7 @@ from ddp_by_hand.experiments.networks.models import WideResNet
 from ddp_by_hand.lm.runtime import find_hardware, seed_everything
 from ddp_by_hand.measure.command_line import bad_input, check_folder
 from ddp_by_hand.measure.files import write_atomically
-from ddp_by_hand.measure.options import option, positive, program
+from ddp_by_hand.measure.options import is_seed, option, positive, program
 from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 from dp_clipping import BatchMemoryManager, PrivacyEngine
 
@@ -67,7 +67,9 @@ class Options:
     ordinary_learning_rate: float = option(
         0.05, "learning rate of SGD with momentum 0.9, without privacy", check=positive
     )
-    seed: int = option(0, "seed of pictures and initial parameters, never of the noise")
+    seed: int = option(
+        0, "seed of pictures and initial parameters, never of the noise", check=is_seed
+    )
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_private_images"), "where the two files are written")
 

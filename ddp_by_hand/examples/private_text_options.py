@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_by_hand.measure.options import option, requires
+from ddp_by_hand.measure.options import is_seed, option, requires
 from dp_clipping import MODES
 
 PROGRAM = "ddp_by_hand.examples.private_text"
@@ -26,7 +26,6 @@ examples:
 _finite = requires(lambda x: 0 < x < math.inf, "is {}: give a finite number above 0")
 _share = requires(lambda x: 0 < x < 1, "is {}: give a number between 0 and 1")
 _count = requires(lambda x: x >= 1, "is {}: give 1 or more")
-_from_zero = requires(lambda x: x >= 0, "is {}: give 0 or more")
 _folder = requires(lambda x: x.is_dir() or not x.exists(), "is {}: it is a file: give a folder")
 
 
@@ -61,7 +60,7 @@ class Options:
 
     learning_rate: float = option(1e-2, group="run", metavar="R", check=_finite,
         help="learning rate of Adam, after a warm-up of 20 steps")
-    seed: int = option(0, metavar="N", check=_from_zero,
+    seed: int = option(0, metavar="N", check=is_seed,
         help="seed of the initial parameters, 0 or more; never of noise and batches")
     max_physical_batch_size: int = option(64, metavar="N", check=_count,
         help="sequences that a rank processes at a time; affects memory, not the result")

@@ -29,6 +29,7 @@ _LIBRARIES = tuple(
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     }
 )
+_COLLECTIVES = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 
 Frames = Sequence[traceback.FrameSummary]
 
@@ -60,10 +61,11 @@ def concerns_user(error: BaseException, own: Collection[str] = ()) -> bool:
     return any(_is_own(frame, own) for frame in traceback.extract_tb(error.__traceback__))
 
 
-def locate_threads(own: Collection[str] = ()) -> tuple[str, str]:
+def locate_threads(own: Collection[str] = ()) -> tuple[str, str, bool]:
     """Returns `locate` and `describe_traceback` of the code that this process runs now.
 
-    That is the main thread, or another one if only that runs the user's code (autograd's).
+    That is the main thread, or another one if only that runs the user's code (autograd's). The
+    third value says whether a thread waits in a collective, that is, for other ranks.
     """
     main, mine = threading.main_thread().ident, threading.get_ident()
     frames = sys._current_frames()
@@ -72,7 +74,11 @@ def locate_threads(own: Collection[str] = ()) -> tuple[str, str]:
     stack = next((s for s in stacks if any(_is_own(f, own) for f in s)), stacks[0])
     lines = traceback.StackSummary.from_list(_shorten(_from_user(stack, own))).format()
     text = "Stack of the thread that stands still (most recent call last):\n" + "".join(lines)
-    return _innermost(stack, own), text.rstrip()
+    return _innermost(stack, own), text.rstrip(), any(_waits_for_ranks(s[-1]) for s in stacks)
+
+
+def _waits_for_ranks(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_COLLECTIVES) or ".wait(" in (frame.line or "")
 
 
 def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:

@@ -219,15 +219,18 @@ class Watch:
             self._moved[rank] = (int(count), now, place)
 
     def _name_the_last(self) -> Cause:
-        rank = min(self._moved, key=lambda r: self._moved[r][0])
-        count, _, place = self._moved[rank]
-        together = count == max(c for c, _, _ in self._moved.values())
+        """Blames the rank that is furthest behind; of several, one that waits for no other."""
+        least = min(count for count, _, _ in self._moved.values())
+        behind = [rank for rank, (count, _, _) in self._moved.items() if count == least]
+        keys = {rank: f"stack_{rank}" for rank in behind if self._store.check([f"stack_{rank}"])}
+        stacks = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
+        busy = [rank for rank, (_, _, waits) in stacks.items() if not waits]
+        rank = (busy or behind)[0]
+        together = len(busy or behind) == self._world_size
         who = "all ranks stand still" if together else "stalled"
-        message = f"{who} at {place}: no progress for {self._timeout_s:g} s"
-        key, stack = f"stack_{rank}", ""
-        if self._store.check([key]):
-            line, stack = json.loads(self._store.get(key))
-            message += f", at {line}"
+        message = f"{who} at {self._moved[rank][2]}: no progress for {self._timeout_s:g} s"
+        line, stack, _ = stacks.get(rank, ("", "", False))
+        message += f", at {line}" if line else ""
         return Cause(NOBODY if together else rank, "timeout", message, stack)
 
     def _end(self, cause: Cause) -> None:
@@ -272,7 +275,8 @@ def print_cause(cause: Cause, store: dist.Store) -> None:
 def status_of(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom"
-    return "oom" if "out of memory" in str(error).lower() else "error"
+    signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU
+    return "oom" if any(sign in str(error).lower() for sign in signs) else "error"
 
 
 def describe(error: BaseException) -> str:

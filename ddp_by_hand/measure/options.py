@@ -71,6 +71,7 @@ def requires(is_right: Callable[[Any], bool], message: str) -> Callable[[Any], N
 
 positive = requires(lambda value: 0 < value < math.inf, "{}: give a positive number")
 not_negative = requires(lambda value: 0 <= value < math.inf, "{}: give 0 or more")
+is_seed = requires(lambda value: 0 <= value < 1 << 64, "{}: give 0 to 2**64 - 1")  # torch's range
 
 
 def flag(name: str) -> str:

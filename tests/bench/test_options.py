@@ -48,6 +48,11 @@ def test_a_dry_run_starts_and_writes_nothing(no_workers, capfd, tmp_path, mode):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_one_rank_is_in_the_singular(no_workers, capfd):
+    assert command.main([*CPU, "--num-processes", "1", "--dry-run"]) == 0
+    assert "128 tokens per rank, 1 rank, float32" in capfd.readouterr().out
+
+
 def test_help_has_groups_and_examples(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["--help"])

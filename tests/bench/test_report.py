@@ -55,9 +55,11 @@ def test_the_numbers_of_a_row(settings, pictures):
         *("1.500", "1.250", "[1.250,", "1.250]", "2", "1.0", "3"),
     ]
     assert "MFU" not in text
+    assert text.startswith("2 ranks on cpu, 8 sequences of 128 tokens")
     (rows,) = pictures
     assert [row["label"] for row in rows] == NAMES
     assert rows[1]["ratio_to_reference"] == pytest.approx((1.25, 1.25, 1.25))
+    assert report(settings, 1, "cpu")[0].startswith("1 rank on cpu, ")
 
 
 @pytest.mark.parametrize("error", [1.0, float("nan"), float("inf")])

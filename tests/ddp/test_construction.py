@@ -73,15 +73,16 @@ def refusals(context: Context, name: str) -> None:
     with pytest.raises(ValueError, match=r"reduce: 'max'.*mean, sum"):
         build(reduce="max")
     if "bucket_size_mb" in options_of(implementation(name)):
-        for size in (0, -1, math.nan, math.inf):
+        for size in (0, -1, math.nan, math.inf, "25"):
             with pytest.raises(ValueError, match="bucket_size_mb"):
                 build(bucket_size_mb=size)
     else:
         with pytest.raises(TypeError, match="bucket_size_mb"):
             build(bucket_size_mb=1)
     frozen = Chain().requires_grad_(False).to(context.device)
-    with pytest.raises(RuntimeError):
-        wrapped(context, name, frozen)
+    for module in (frozen, nn.Flatten()):
+        with pytest.raises(RuntimeError, match="no parameter requires a gradient"):
+            wrapped(context, name, module)
     Beside(context, name).step(chain_loss(0))  # still in step
 
 

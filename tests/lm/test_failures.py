@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_by_hand.lm.failures import MAX_FRAMES, describe_traceback, locate, locate_threads
 
@@ -106,6 +107,20 @@ def test_a_thread_that_stands_still_is_located(mine):
     looker.join()
     done.set()
     thread.join()
-    place, stack = found[0]
+    place, stack, waits_for_ranks = found[0]
     assert stack.startswith("Stack of the thread that stands still")
     assert place
+    assert not waits_for_ranks
+
+
+def test_a_thread_that_waits_for_other_ranks_is_told_from_others():
+    store = dist.HashStore()  # its wait is C++, as that of a collective
+    thread = threading.Thread(target=lambda: store.wait(["from rank 1"]))
+    thread.start()
+    found = []
+    while not any(waits for *_, waits in found):
+        looker = threading.Thread(target=lambda: found.append(locate_threads()))
+        looker.start()
+        looker.join()
+    store.set("from rank 1", "")
+    thread.join()

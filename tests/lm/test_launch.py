@@ -1,5 +1,6 @@
 """Starting ranks, and the watch that names the first cause; the ranks here are tiny scripts."""
 
+import json
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from ddp_by_hand.lm.watch import (
 )
 
 PRINT_VARIABLES = """
+import json
 import os
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS LM_LAUNCHED_HERE"
 print(*(os.environ[name] for name in names.split()))
@@ -142,6 +144,15 @@ def test_the_rank_that_is_behind_is_named(watches, capfd):
     assert capfd.readouterr().err == f"rank 1 failed first: {message}\n"
 
 
+def test_of_ranks_at_one_place_the_one_that_waits_for_no_other_is_named(watches):
+    one = watches(0, 1)
+    one._world_size, one._moved = 3, {rank: (7, 0.0, "step 2") for rank in range(3)}
+    for rank, (line, waits) in enumerate([("a.py:7", True), ("a.py:6", False), ("a.py:7", True)]):
+        watches.store.set(f"stack_{rank}", json.dumps((line, f"stack of {line}", waits)))
+    message = "stalled at step 2: no progress for 0.8 s, at a.py:6"
+    assert one._name_the_last() == Cause(1, "timeout", message, "stack of a.py:6")
+
+
 def test_a_standstill_of_all_is_nobody_in_particular(watches, capfd):
     for rank in range(3):
         watches(rank).at("step 7, forward_pass")
@@ -253,6 +264,7 @@ def test_the_watch_does_not_end_the_process_before_the_cause_is_printed():
         (MemoryError(), "oom", False),
         (torch.OutOfMemoryError("CUDA out of memory"), "oom", False),
         (RuntimeError("CUDA error: out of memory"), "oom", False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "oom", False),
         (RuntimeError("[enforce fail] gloo: Connection reset by peer"), "error", True),
         (dist.DistBackendError("NCCL watchdog"), "error", True),
         (ValueError("gloo"), "error", False),
@@ -289,6 +301,7 @@ def test_a_rank_that_leaves_without_a_word_is_named(monkeypatch, capfd, status):
 
 
 UNPRINTED = """
+import json
 import os
 from datetime import timedelta
 from ddp_by_hand.lm.runtime import connect_store

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, TOKEN
 from ddp_by_hand.experiments.llama_fsdp.results import MODES, GridCell
 from ddp_by_hand.lm.runtime import invocation
-from ddp_by_hand.measure.options import flag, not_negative, option, positive
+from ddp_by_hand.measure.options import flag, is_seed, not_negative, option, positive
 from dp_clipping.arguments.checks import CLIPPINGS
 
 PROGRAM = "ddp_by_hand.experiments.llama_fsdp"
@@ -86,7 +86,7 @@ class Options:
     train_embedding: bool = option(False, help=(
         "train the token embedding too, which takes time and memory in proportion to the "
         "vocabulary (default: frozen)"))
-    seed: int = option(0, metavar="N", check=not_negative,
+    seed: int = option(0, metavar="N", check=is_seed,
         help="any whole number from 0: draws weights and batches, never the noise")
 
     output_dir: Path | None = option(None, group="run and output", metavar="DIR", help=(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from ddp import wrap
 from ddp_by_hand.lm.rank_pool import Context
@@ -57,6 +58,13 @@ def test_a_network_that_is_sharded_already_is_refused(context: Context) -> None:
     for name in ("ddp_bucketed", "zero1", "fsdp", "torch_ddp", "torch_fsdp"):
         with pytest.raises(RuntimeError, match=r"weight is a DTensor.*wrap\(\"torch_fsdp\", net"):
             wrapped(context, name, network)
+
+
+@on_ranks(1)
+def test_a_network_with_nothing_to_train_is_refused(context: Context) -> None:
+    for network in (nn.Flatten(), Network().requires_grad_(False)):
+        with pytest.raises(RuntimeError, match="no parameter requires a gradient"):
+            wrapped(context, "torch_fsdp", network)
 
 
 def whole_on_every_rank(context: Context) -> tuple[int, dict]:
