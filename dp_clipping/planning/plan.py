@@ -38,7 +38,7 @@ from dp_clipping.planning.cost_model import (
     Rates,
     predict,
 )
-from dp_clipping.table import aligned
+from dp_clipping.table import NOT_COVERED, aligned
 
 NORM_ALGORITHMS = ("auto", ACCUMULATE, GRAM)
 MOST_PLANS = 128  # of each kind that are kept; a network's takes about 100 kB
@@ -223,10 +223,10 @@ class Plans:
         if not parts:
             raise RuntimeError(
                 f"mode {mode} has no plan: choose grad_sample_mode={' or '.join(REFERENCE_MODE)} "
-                "and parameters that have fused kernels, and call plan_table() after "
-                "loss.backward()"
+                "and parameters that have fused kernels (on a GPU, in 16 or 32 bit), and call "
+                "plan_table() after loss.backward()"
             )
-        return "\n".join(parts).rstrip()
+        return "\n".join([*parts, NOT_COVERED])
 
     def forget(self) -> None:
         """Drops what is known about networks with other shapes."""
