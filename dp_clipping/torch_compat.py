@@ -111,7 +111,8 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 set_to_zero: Callable[[list[Tensor]], None] = torch._foreach_zero_
 add_to_each: Callable[[list[Tensor], float], None] = torch._foreach_add_
-"""Sets all numbers of some tensors to zero, or adds a number to them, by few kernels."""
+copy_each: Callable[[Any, Any], None] = torch._foreach_copy_
+"""Sets numbers of tensors to zero, adds one to them, or copies them to tensors, by few kernels."""
 
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms_norm
 """Returns (y, rstd) of (x, shape, weight or None, eps), on CUDA."""

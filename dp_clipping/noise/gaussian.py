@@ -20,7 +20,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from dp_clipping.distributed.placement import Place, Span
 from dp_clipping.kernels.launch.tiles import triton
+from dp_clipping.torch_compat import copy_each
 
 WORD = 0xFFFFFFFF
 ROUNDS = 10
@@ -151,16 +154,22 @@ def add_noise_to_short(
     """
     values = values or GAUSSIAN
     each, device = values.per_counter, totals[0].device
-    counts = torch.tensor([-(-total.numel() // each) for total in totals], device=device)
-    ends = counts.cumsum(0)
+    sizes = [total.numel() for total in totals]
+    needed = torch.tensor(sizes, device=device)
+    counts = (needed + each - 1) // each
     which = torch.repeat_interleave(torch.arange(len(totals), device=device), counts)
-    counters = torch.arange(len(which), device=device) - (ends - counts)[which]
-    words = torch.tensor(streams, device=device)[which].unbind(1)
-    z = _values(counters, NoiseStream(*words), values).to(totals[0].dtype).mul_(std)  # type: ignore
-    starts = (each * (ends - counts)).tolist()
-    for total, out, start in zip(totals, outs, starts, strict=True):
-        noisy = z[start : start + total.numel()].add_(total.view(-1))
-        torch.div(noisy, divisor, out=out.view(-1))
+    counters = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[which]
+    words = torch.frombuffer(array("q", chain.from_iterable(streams)), dtype=torch.int64)
+    own = NoiseStream(*words.view(-1, 4).to(device)[which].unbind(1))  # type: ignore[arg-type]
+    z = _values(counters, own, values).to(totals[0].dtype).mul_(std)
+    if len(z) > sum(sizes):  # of their last counters some tensors need a part
+        places = each * counters[:, None] + torch.arange(each, device=device)
+        z = z[(places < needed[which, None]).view(-1)]
+    flat = [total.view(-1) for total in totals]
+    noisy = z.add_(torch.cat(flat)).div_(divisor)
+    each_out = zip(outs, totals, flat, strict=True)
+    targets = [own if out is total else out.view(-1) for out, total, own in each_out]
+    copy_each(targets, noisy.split(sizes))
 
 
 def _joined(streams: Sequence[NoiseStream], device: torch.device) -> NoiseStream:

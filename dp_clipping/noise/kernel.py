@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -162,8 +163,8 @@ def _launch(
     launch(
         _add_noise_kernel, (len(pieces),),
         (
-            table_on(device, rows) if make_table is None else make_table(rows), pieces,
-            table_on(device, updates) if updates else None,
+            table_on(device, chain.from_iterable(rows)) if make_table is None else make_table(rows),
+            pieces, table_on(device, chain.from_iterable(updates)) if updates else None,
         ),
         (earlier, float(std), float(divisor), 1 / divisor), DTYPE=dtype, KIND=kind, RULE=rule,
         ROW_WORDS=ROW_WORDS if kind == "whole" else RUN_WORDS,

@@ -27,7 +27,7 @@ from dp_clipping import PrivacyEngine
 from dp_clipping.kernels.launch import tiles
 from dp_clipping.noise import gaussian as noise
 
-WARM_UP, STEPS = 9, 30
+WARM_UP, STEPS = 4, 30
 OWN = f"{dp_clipping.__path__[0]}/"
 DEVICE = "no device"  # under which kernels are kept: real ones have numbers
 

@@ -8,7 +8,8 @@ a sample's last token is filled with zeros. Any other operand is read through po
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from math import gcd
@@ -113,12 +114,14 @@ def on_device(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def table_on(device: torch.device, numbers: Sequence) -> Tensor:
+def table_on(device: torch.device, numbers: Iterable[int]) -> Tensor:
     """Returns numbers (int64) that a launch reads, copied in the order of the device's work.
 
     From pinned memory: a copy from any other may first wait for all that the device has to do.
     """
-    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory()
     found = table.to(device, non_blocking=True)
     if _holders:
         held((table, found))

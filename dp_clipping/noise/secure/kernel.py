@@ -8,6 +8,7 @@ Traffic: n float32 values are read once and n of the output's dtype written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -62,8 +63,9 @@ def add_integers_kernel_launch(
         if not any(groups):
             continue
         pieces = pieces_of(groups, device, BLOCK * LOOPS)
+        table = table_on(device, chain.from_iterable(rows))
         launch(
-            _add_integers_kernel, (len(pieces),), (table_on(device, rows), pieces, scales),
+            _add_integers_kernel, (len(pieces),), (table, pieces, scales),
             DTYPE=outs[0].dtype, HAS_ROWS=has_rows, FUSED=not INTERPRETED, RUN_WORDS=RUN_WORDS,
             LOOPS=LOOPS, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

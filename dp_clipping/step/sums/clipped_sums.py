@@ -22,6 +22,9 @@ from dp_clipping.layers.recorder import Trainable
 from dp_clipping.profiling.profile import NOTHING
 
 Label = Callable[[str, Iterable[Trainable]], AbstractContextManager]
+# Values of G of one token each, from which on a product of whole batches pays: it is a dozen
+# launches, where a kernel that reads sample by sample takes one for many layers.
+FEW = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def clipped_sums(
         if isinstance(one, Tensor):
             kept.append((n, rows[n], one))
         elif isinstance(one, tuple):
-            if one[0].shape[1] == 1:
+            y, a = one[0].shape, one[1].shape
+            if y[1] == 1 and y[0] * y[2] * a[2] > FEW:
                 alone.append(n)
             else:
                 products.append((n, rows[n], one))

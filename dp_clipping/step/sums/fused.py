@@ -58,7 +58,7 @@ from dp_clipping.step.state import BatchNorms
 from dp_clipping.step.sums.clipped_sums import Table, clipped_sums
 from dp_clipping.step.sums.layer_plans import FusedPlans
 from dp_clipping.step.sums.work import Work
-from dp_clipping.torch_compat import allocated, version_of
+from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
 
@@ -200,7 +200,7 @@ class Fused(Work):
             else:
                 self.recomputed.append(record)
         if convolutions:
-            most = packed_at_a_time(self._held - allocated(self._device))
+            most = packed_at_a_time(self.freed)
             with NOTHING if label is None else label("norm/factors", of_convolutions):
                 norms = take_norms(convolutions, not self.two_passes, most)
             for numbers, squares, scales, gram_error, sum_error in norms:

@@ -47,6 +47,7 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
+SMALL = 1 << 15  # values of G, up to which several are copied to one tensor, and computed at once
 
 
 class Plain(Work):
@@ -60,7 +61,7 @@ class Plain(Work):
         self._weights: list[Weights] = []
 
     def take_norms(self, lefts: list[Left], everything: bool) -> None:
-        vectors: dict[tuple, list[tuple[Trainable, Tensor]]] = {}
+        alike: dict[tuple, list[tuple[Trainable, Tensor]]] = {}  # biases, scales and other short G
         alone: dict[torch.dtype, list[tuple[Trainable, Tensor]]] = {}  # squared norms [B]
         dense: list[tuple[Trainable, Tensor]] = []
         table, label = self.norms.table, self._label
@@ -68,8 +69,8 @@ class Plain(Work):
             for record, value, left in self._each(lefts):
                 if isinstance(value, Tensor):
                     dense.append((record, value))
-                    if value.ndim <= 2:
-                        vectors.setdefault((value.shape, value.dtype), []).append((record, value))
+                    if value.ndim <= 2 or value.numel() <= SMALL:
+                        alike.setdefault((value.shape, value.dtype), []).append((record, value))
                         continue
                     with NOTHING if label is None else label("norm/dense", (record,)):
                         own = squared_norms(value)
@@ -83,7 +84,7 @@ class Plain(Work):
                     table.add(record, norm)
                 if not self.two_passes:
                     self.kept[record] = (value, left.tensors, left.versions)
-            for mine in vectors.values():
+            for mine in alike.values():
                 records, rows = zip(*mine, strict=True)
                 with NOTHING if label is None else label("norm/dense", records):
                     squares = squared_norms(torch.cat(rows)).view(len(mine), -1)
@@ -154,10 +155,26 @@ class Plain(Work):
         Args:
             values: G [B, *parameter], or factors.
         """
-        values.reverse()
         label = self._label
-        for record in records:
+        together: dict[tuple[int, torch.dtype], list[int]] = {}  # numbers of small ones
+        for n, (record, value) in enumerate(zip(records, values, strict=True)):
+            if isinstance(value, Tensor) and value.numel() <= SMALL:
+                together.setdefault((record.group, value.dtype), []).append(n)
+        found: dict[int, Tensor] = {}
+        for (group, _), numbers in together.items():
+            with NOTHING if label is None else label("sum", [records[n] for n in numbers]):
+                own = [values[n] for n in numbers]
+                sizes = [g.shape[1:].numel() for g in own]
+                rows = [g.reshape(len(g), size) for g, size in zip(own, sizes, strict=True)]
+                total = weighted_sum(self._weights[group], torch.cat(rows, 1))
+                found.update(zip(numbers, total.split(sizes), strict=True))
+                del own, rows
+        values.reverse()
+        for n, record in enumerate(records):
             weights, value = self._weights[record.group], values.pop()
+            if n in found:
+                yield found.pop(n)
+                continue
             with NOTHING if label is None else label("sum", (record,)):
                 if isinstance(value, Tensor):
                     total = weighted_sum(weights, value)

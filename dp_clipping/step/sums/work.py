@@ -71,6 +71,7 @@ class Work(ABC):
         seen: parameters whose uses have left something in the backward under way.
         taken: those that the first backward keeps, or that have a sum, while a second one runs.
         counts: how often compiled code has used weights.
+        freed: bytes that backward has freed when the memory was looked at; below 0 if it took more.
         norms: the norms that have been taken.
         streams: groups are summed as soon as their norms are there.
         two_passes: of the mode: sums are formed in a second backward.
@@ -117,7 +118,7 @@ class Work(ABC):
 
     def _reset(self) -> None:
         """Begins with nothing that waits: a backward, or the sums after it."""
-        self.pending = 0
+        self.pending = self.freed = 0
         self._room = self._least  # of `pending`, before the next look at the memory
         if self.points is not None:
             self.points.begin()
@@ -256,6 +257,7 @@ class Work(ABC):
 
     def _meet(self, points: SyncPoints) -> None:
         """Launches what waits at a sync point, and sends its results."""
+        self.freed = self._held - allocated(self._device)
         self._launch(everything=True)
         self.norms.launch()
         if self.streams:
@@ -273,7 +275,8 @@ class Work(ABC):
 
         The launch itself, above all its sums, needs the other half.
         """
-        free = self._held - allocated(self._device) - self.pending
+        self.freed = self._held - allocated(self._device)
+        free = self.freed - self.pending
         room = min(MOST_PENDING_BYTES, self.pending + free // 2)
         if room < self.pending + self._least // 4:
             return False
@@ -318,6 +321,7 @@ class Work(ABC):
 
     def clip(self) -> BatchNorms:
         """Turns all norms into coefficients."""
+        self.freed = self._held - allocated(self._device)
         self._launch(everything=True)
         self.norms.launch()
         found = self.set_coefficients(list(range(len(self.context.capture.members))))
@@ -349,10 +353,7 @@ class Work(ABC):
         left = [(record, self.kept[record]) for record in self._order if record in self.kept]
         self.kept.clear()
         if self.compiled and self.points is None:
-            late = _late(left)
-            left = [one for one in left if one[0] not in late] + [
-                one for one in left if one[0] in late
-            ]
+            left = _late_last(left)
         if self.points is not None:
             self.points.is_at([record for record, _ in left])
         left.reverse()
@@ -387,13 +388,13 @@ class Work(ABC):
             self._accumulate(zip(records, totals, strict=True))
 
 
-def _late(left: list[tuple[Trainable, Summand]]) -> set[Trainable]:
-    """Returns the parameters whose sum takes more than it frees."""
-    found = set()
-    for record, (_, tensors, _) in left:
+def _late_last(left: list[tuple[Trainable, Any]]) -> list[tuple[Trainable, Any]]:
+    """Returns them with those parameters last whose sum takes more than it frees."""
+    early, late = [], []
+    for one in left:
+        record, (_, tensors, _) = one
         size = SUM_BYTES * record.shape.numel()
         for tensor in tensors:
             size -= tensor.nbytes
-        if size > 0:
-            found.add(record)
-    return found
+        (late if size > 0 else early).append(one)
+    return early + late

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_clipping.kernels.convolution import factors, packing
 from dp_clipping.planning.cost_model import INSTANTIATE
-from dp_clipping.step.sums import fused, layer_plans, work
+from dp_clipping.step.sums import layer_plans, work
 from tests.dp_clipping.conftest import clipped_sums, unchecked
 from tests.support import zoo
 
@@ -58,7 +58,6 @@ def peak_of(step: Callable[[], object]) -> int:
         with (
             patch.object(layer_plans, "allocated", now),
             patch.object(work, "allocated", now),
-            patch.object(fused, "allocated", now),
             patch.object(packing, "PACKED_BYTES", 1 << 18),
             patch.object(factors, "LEAST_PROGRAMS", 1),
             patch.object(work, "PENDING_BYTES", 0),

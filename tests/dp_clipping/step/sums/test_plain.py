@@ -1,12 +1,20 @@
 """Norms in plain PyTorch: of gradients or of factors, in few calls and few backwards."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from dp_clipping.step import private_step
 from dp_clipping.step.sums import plain
-from tests.dp_clipping.conftest import clipped_sums, count_calls, private_loss, unchecked
+from tests.dp_clipping.conftest import (
+    assert_step,
+    clipped_sums,
+    count_calls,
+    private_loss,
+    unchecked,
+)
 from tests.support import zoo
 
 BATCH, WIDTH = 3, 5
@@ -27,7 +35,7 @@ def shapes(monkeypatch) -> list[tuple[int, ...]]:
 
 
 def test_vectors_of_one_shape_share_a_call(shapes):
-    """Biases and scales, of which a network has hundreds; a larger gradient has its own call."""
+    """Biases and scales, of which a network has hundreds."""
     layers = [layer for _ in range(4) for layer in (nn.LayerNorm(WIDTH), nn.Tanh())]
     network = nn.Sequential(*layers)
     model = unchecked(network)
@@ -63,6 +71,26 @@ def test_of_a_weight_the_smaller_is_kept(shapes, mode, tokens, is_formed):
     model = unchecked(nn.Linear(WIDTH, WIDTH, bias=False), mode)
     clipped_sums(model, (torch.randn(BATCH, tokens, WIDTH), torch.randn(BATCH, tokens, WIDTH)))
     assert shapes == [(BATCH, WIDTH, WIDTH)] * is_formed
+
+
+@pytest.mark.parametrize(
+    ("small", "norms", "sums"),
+    [
+        (plain.SMALL, [(BATCH, 2 * WIDTH, WIDTH), (3 * BATCH, WIDTH, WIDTH)], 1),
+        (BATCH * WIDTH * WIDTH, [(BATCH, 2 * WIDTH, WIDTH), (3 * BATCH, WIDTH, WIDTH)], 2),
+        (0, [(BATCH, 2 * WIDTH, WIDTH), *[(BATCH, WIDTH, WIDTH)] * 3], 8),
+    ],
+)
+def test_small_gradients_share_calls(monkeypatch, shapes, small, norms, sums):
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    network = nn.Sequential(*layers, nn.Linear(WIDTH, 2 * WIDTH)).double()
+    batch = torch.randn(BATCH, 5, WIDTH).double(), torch.randn(BATCH, 5, 2 * WIDTH).double()
+    add = count_calls(plain.weighted_sum)
+    monkeypatch.setattr(plain, "weighted_sum", add)
+    monkeypatch.setattr(plain, "SMALL", small)
+    assert_step(unchecked(copy.deepcopy(network)), network, batch)
+    assert [shape for shape in shapes if len(shape) == 3] == norms
+    assert add.count == sums
 
 
 @pytest.mark.parametrize(("mode", "backwards"), [("bookkeeping", 1), ("ghost", 2)])
