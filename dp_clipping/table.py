@@ -1,10 +1,8 @@
-"""Formats aligned text tables, and has the label of text that ε does not cover."""
+"""Formats aligned text tables."""
 
 from collections.abc import Sequence
 
 GAP = "  "
-
-NOT_COVERED = "Not covered by ε: for you to look at, not to publish."
 
 
 class Remark(str):

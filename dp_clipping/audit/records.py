@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dp_clipping.audit.noise import Parameter, faults_of
-from dp_clipping.table import NOT_COVERED, aligned
+from dp_clipping.clipping.statistics import NOT_COVERED
+from dp_clipping.table import aligned
 
 HOSTILE = -1000.0
 """A unit's loss is also multiplied by this: then its gradient is clipped, and points backward."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dp_clipping.table import NOT_COVERED
+NOT_COVERED = "Not covered by ε: for you to look at, not to publish."
+"""Ends texts that show what depends on the samples without noise."""
 
 EDGES = tuple(2.0 ** (k / 2) for k in range(-12, 13))
 """Edges of the histogram's bins relative to C: half octaves from C/64 to 64 C."""

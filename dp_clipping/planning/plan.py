@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from dp_clipping.clipping.statistics import NOT_COVERED
 from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
@@ -38,7 +39,7 @@ from dp_clipping.planning.cost_model import (
     Rates,
     predict,
 )
-from dp_clipping.table import NOT_COVERED, aligned
+from dp_clipping.table import aligned
 
 NORM_ALGORITHMS = ("auto", ACCUMULATE, GRAM)
 MOST_PLANS = 128  # of each kind that are kept; a network's takes about 100 kB

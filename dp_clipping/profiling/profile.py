@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dp_clipping.table import NOT_COVERED, aligned
+from dp_clipping.table import aligned
 from dp_clipping.torch_compat import is_profiling
 
 LOG = logging.getLogger(__name__)
@@ -200,8 +200,8 @@ class Profile:
         """Returns a table of the ranges, the slowest layers, and the norms of the last step."""
         steps, times = self.steps(), self.median()
         lines = [
-            f"Profile of {len(steps)} private steps on this rank, by {self._clock.name}. "
-            f"{NOT_COVERED}", "",
+            f"Profile of {len(steps)} private steps on this rank, by {self._clock.name}. Not "
+            "covered by ε: for looking, not for publishing.", "",
         ]  # fmt: skip
         if not steps:
             return lines[0] + " No step has ended yet."

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dp_clipping.table import NOT_COVERED, aligned
+from dp_clipping.clipping.statistics import NOT_COVERED
+from dp_clipping.table import aligned
 
 SHOWN = 8  # samples, in print
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping.clipping.statistics import EDGES, norm_statistics
+from dp_clipping.clipping.statistics import EDGES, NOT_COVERED, norm_statistics
 from dp_clipping.distributed.norm_reduce import NormReducer
-from dp_clipping.table import NOT_COVERED
 
 
 def of(norms: list[float], limit: float = 1.0):

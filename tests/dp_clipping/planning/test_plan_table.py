@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from dp_clipping.clipping.statistics import NOT_COVERED
 from dp_clipping.planning.cost_model import LinearShape, Rates
 from dp_clipping.planning.plan import Plan
-from dp_clipping.table import NOT_COVERED
 from tests.dp_clipping.conftest import MODES, clipped_sums, private
 
 BATCH = (torch.randn(3, 4, 8), torch.randn(3, 4, 8))
