@@ -80,7 +80,7 @@ class PrivateCriterion(nn.Module):
             raise RuntimeError(
                 "the criterion was called before the private model's forward: call the model that "
                 "make_private returned for each batch, criterion(model(x), y), and not the network "
-                "itself or one of its methods"
+                "itself or one of its methods; compile it before make_private"
             )
         if private_step.is_empty:
             losses = self._of_no_samples(args, kwargs)

@@ -120,6 +120,7 @@ class PrivateModel(nn.Module):
     def global_norms(self) -> PendingReduce:
         """Returns squared norms of all samples of all ranks since `zero_grad`, on every rank.
 
+        Its `wait()` returns them: [clipping groups, samples of all ranks], float32, rank by rank.
         Every rank calls it, once per step.
         """
         self.refuse_in_release("global_norms")

@@ -48,6 +48,23 @@ OF_ONE_KIND = (
 )
 
 
+def _computed(accountant: "IAccountant", delta: float) -> float:
+    """Returns ε of the accountant's steps by its own method, which `refuse_direct` hides.
+
+    Raises:
+        ValueError: Opacus's gdp, which searches between 0 and 500, finds none.
+    """
+    try:
+        return max(0.0, float(type(accountant).get_epsilon(accountant, delta)))
+    except ValueError as error:
+        if accountant.mechanism() != "gdp":
+            raise
+        raise ValueError(
+            f"accountant gdp finds no ε between 0 and 500 at delta={delta:g}: build "
+            "PrivacyEngine(), whose accountant pld computes ε for any noise"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Release:
     """Identifies a step's release by its key and public settings.
@@ -126,7 +143,7 @@ class Account:
                     "them be counted by an accountant of their own"
                 )
             return max(0.0, float(of(self.histories(), delta)))
-        return max(0.0, float(self.accountant.get_epsilon(delta)))
+        return _computed(self.accountant, delta)
 
     def histories(self) -> list[History]:
         """Returns the steps of each key."""
@@ -144,7 +161,7 @@ class Account:
             return 0.0
         other = copy(self.accountant)
         other.history = history
-        return max(0.0, float(type(other).get_epsilon(other, delta)))
+        return _computed(other, delta)
 
     def refuse_direct(self, *, computes: bool) -> None:
         """Lets the accountant refuse ε, which is not the one of these steps.

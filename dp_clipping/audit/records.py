@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.audit.noise import Parameter, faults_of
+from dp_clipping.clipping.statistics import NOT_COVERED
 from dp_clipping.table import aligned
 
 HOSTILE = -1000.0
@@ -145,7 +146,7 @@ class RecordedSums:
               if self.in_evaluation else []),
             *(f"FAIL: {fault}" for fault in self.faults),
             *(["ok: no unit moves the sum by more than C"] if self.ok else []),
-            "Not covered by ε: for you to look at, not to publish.",
+            NOT_COVERED,
         ])  # fmt: skip
 
 

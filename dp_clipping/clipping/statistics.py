@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NOT_COVERED = "Not covered by ε: for you to look at, not to publish."
+"""Ends texts that show what depends on the samples without noise."""
+
 EDGES = tuple(2.0 ** (k / 2) for k in range(-12, 13))
 """Edges of the histogram's bins relative to C: half octaves from C/64 to 64 C."""
 
@@ -39,6 +42,9 @@ class NormStatistics:
     def clipped_fraction(self) -> float:
         """Returns the part of the samples with finite norms that was clipped; 0 of none."""
         return self.clipped / max(1, self.samples - self.nonfinite)
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{NOT_COVERED}"
 
 
 def norm_statistics(squares: Tensor, clip_norms: Sequence[float]) -> NormStatistics:

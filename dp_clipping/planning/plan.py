@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from dp_clipping.clipping.statistics import NOT_COVERED
 from dp_clipping.modes import REFERENCE_MODE
 from dp_clipping.planning.cost_model import (
     ACCUMULATE,
@@ -223,10 +224,10 @@ class Plans:
         if not parts:
             raise RuntimeError(
                 f"mode {mode} has no plan: choose grad_sample_mode={' or '.join(REFERENCE_MODE)} "
-                "and parameters that have fused kernels, and call plan_table() after "
-                "loss.backward()"
+                "and parameters that have fused kernels (on a GPU, in 16 or 32 bit), and call "
+                "plan_table() after loss.backward()"
             )
-        return "\n".join(parts).rstrip()
+        return "\n".join([*parts, NOT_COVERED])
 
     def forget(self) -> None:
         """Drops what is known about networks with other shapes."""

@@ -128,9 +128,9 @@ class GradientWatch:
             )
         raise RuntimeError(
             "an ordinary backward (a loss that is not the private criterion's, a forward after "
-            "model.eval(), or one that the network runs in its own, as reversible layers do: let "
-            "checkpoint(block, x, use_reentrant=False) run their block) has added to the "
-            f"gradient of {self._show(added)}, unclipped: {cure}"
+            "model.eval() or model.compile(), or one that the network runs in its own, as "
+            "reversible layers do: let checkpoint(block, x, use_reentrant=False) run their block) "
+            f"has added to the gradient of {self._show(added)}, unclipped: {cure}"
         )
 
     def _changed(self) -> list[Parameter]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dp_clipping.clipping.statistics import NOT_COVERED
 from dp_clipping.table import aligned
 
 SHOWN = 8  # samples, in print
@@ -109,7 +110,7 @@ class Check:
             f"worst parameter: {self.worst_parameter}",
             *(f"FAIL: {fault}" for fault in self.faults),
             *([praise] if self.ok else []),
-            "Dropout was off. Not covered by ε: for you to look at, not to publish.",
+            f"Dropout was off. {NOT_COVERED}",
         ])  # fmt: skip
 
 

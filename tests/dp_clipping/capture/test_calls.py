@@ -279,10 +279,13 @@ def test_compiled_before_it_is_run_as_compiled():
 
 
 def test_compiled_afterwards_no_step_is_private_and_none_is_taken():
-    _, model, _, criterion, _ = made(False)
+    _, model, optimizer, criterion, _ = made(False)
     model.compile(backend="eager")
-    with pytest.raises(RuntimeError, match="criterion was called before the private model's"):
+    with pytest.raises(RuntimeError, match=r"private model's forward.*compile it before make_pri"):
         criterion(model(torch.ones(2, 3)), torch.tensor([0, 1])).backward()
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"a forward after model.eval\(\) or model.compile\(\)"):
+        optimizer.step()
     torch.compiler.reset()
 
 

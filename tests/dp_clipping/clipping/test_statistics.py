@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_by_hand.lm.rank_pool import Context
-from dp_clipping.clipping.statistics import EDGES, norm_statistics
+from dp_clipping.clipping.statistics import EDGES, NOT_COVERED, norm_statistics
 from dp_clipping.distributed.norm_reduce import NormReducer
 
 
@@ -38,6 +38,11 @@ def test_clipping_groups():
     assert found.clipped_by_group == (1, 1)
     assert found.clipped == 2
     assert found.edges[len(EDGES) // 2] == pytest.approx(13**0.5)
+
+
+def test_text_says_that_epsilon_does_not_cover_it():
+    found = of([0.5, 3.0])
+    assert str(found) == f"{found!r}\n{NOT_COVERED}"
 
 
 @pytest.mark.parametrize("groups", [1, 3])

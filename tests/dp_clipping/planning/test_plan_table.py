@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from dp_clipping.clipping.statistics import NOT_COVERED
 from dp_clipping.planning.cost_model import LinearShape, Rates
 from dp_clipping.planning.plan import Plan
 from tests.dp_clipping.conftest import MODES, clipped_sums, private
@@ -27,7 +28,8 @@ def test_before_a_fused_step_there_is_no_plan():
     with pytest.raises(RuntimeError, match=r"call plan_table\(\) after loss.backward\(\)"):
         model.plan_table()
     model.step_context.plans.last = Plan([LinearShape("0.weight", 3, 4, 8, 8, 4, 4)], Rates())
-    assert model.plan_table() == model.step_context.plans.last.table()
+    plan = model.step_context.plans.last.table()
+    assert model.plan_table() == f"{plan}\n\n{NOT_COVERED}", "it has the size of the batch"
 
 
 def test_times_of_ranges_are_the_layers():

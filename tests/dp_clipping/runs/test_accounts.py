@@ -201,6 +201,15 @@ def test_an_approximation_is_said_to_be_one():
     assert "approximation" in statement.as_dict()["accountant"]
 
 
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental", "ignore:accountant gdp")
+@pytest.mark.parametrize("sigma", [0.05, 0.3, 50.0])
+def test_gdp_says_where_it_finds_no_epsilon(sigma):
+    engine, *_ = made("gdp")
+    engine.accountant.history = [(sigma, 0.01 if sigma > 1 else 0.25, 1)]
+    with pytest.raises(ValueError, match=r"gdp finds no ε between .* build PrivacyEngine\(\)"):
+        engine.get_epsilon(delta=1e-3)
+
+
 @pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
 def test_an_approximation_is_refused_where_a_guarantee_is_asked_for():
     with pytest.raises(ValueError, match=r'PrivacyEngine\(accountant="pld"\)'):
