@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dp_clipping.kernels.launch.tiles import (
+    ALIGNMENT,
     Tile,
     default_tile,
     is_aligned,
@@ -149,7 +150,9 @@ def launches(
 ) -> list[tuple[Sequence[int], bool]]:  # fmt: skip
     """Returns the pairs of each launch, of one B and dtype, and whether it is one large product.
 
-    Products of another default tile have launches of their own, unless they are small.
+    Products of another default tile have launches of their own, unless they are small. So have
+    those with rows that the bulk copy engine does not take: no product of their launch is read by
+    it.
 
     Args:
         large: operations from which on a product has a launch of its own, unless it has places.
@@ -170,17 +173,19 @@ def launches(
         elif operations >= large:
             found.append(([number], True))
             continue
-        tile = None
+        tile, size = None, left.element_size()
+        is_taken = width * size % ALIGNMENT == columns * size % ALIGNMENT == 0
+        alike = batch_size, left.dtype, is_taken
         if tiles and count * operations >= SMALL:
-            tile = default_tile(((1, width, columns),), tiles[left.element_size()])
-            joined.setdefault((batch_size, left.dtype), (batch_size, left.dtype, tile))
-        key = (batch_size, left.dtype, tile)
+            tile = default_tile(((1, width, columns),), tiles[size])
+            joined.setdefault(alike, (*alike, tile))
+        key = (*alike, tile)
         if key not in small:
             small[key] = []
         small[key].append((-tokens, number))
     for key in tuple(small):
-        if key[2] is None and key[:2] in joined:
-            small[joined[key[:2]]] += small.pop(key)
+        if key[-1] is None and key[:-1] in joined:
+            small[joined[key[:-1]]] += small.pop(key)
     for several in small.values():
         if longest_first:
             several.sort()

@@ -59,8 +59,8 @@ def clipped_sums(
         if isinstance(one, Tensor):
             kept.append((n, rows[n], one))
         elif isinstance(one, tuple):
-            y, a = one[0].shape, one[1].shape
-            if y[1] == 1 and y[0] * y[2] * a[2] > FEW:
+            (size, tokens, outputs), inputs = one[0].shape, one[1].shape[2]
+            if tokens == 1 and size * outputs * inputs > FEW:
                 alone.append(n)
             else:
                 products.append((n, rows[n], one))

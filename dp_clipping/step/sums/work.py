@@ -390,7 +390,7 @@ class Work(ABC):
 
 def _late_last(left: list[tuple[Trainable, Any]]) -> list[tuple[Trainable, Any]]:
     """Returns them with those parameters last whose sum takes more than it frees."""
-    early, late = [], []
+    early, late = list[Any](), list[Any]()
     for one in left:
         record, (_, tensors, _) = one
         size = SUM_BYTES * record.shape.numel()

@@ -13,6 +13,7 @@ from dp_clipping.kernels.gradient import (
     gradients_and_squares,
 )
 from dp_clipping.kernels.launch import grouped_launch
+from dp_clipping.kernels.launch.grouped_launch import Pair, launches, operands_of
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
     weighted_product_plain,
@@ -90,3 +91,16 @@ def test_sums(place: Place) -> None:
     one = memory[1:].view(1, 96)
     (total,) = weighted_sums([one], torch.ones(1, 1, device=device), [0])
     assert torch.equal(total, one[0].float())
+
+
+def test_rows_that_the_copy_engine_does_not_take_have_a_launch_of_their_own() -> None:
+    """Among others, as those of a head of two classes, they would make all of them slow."""
+
+    def pair(tokens: int, rows: int, columns: int) -> Pair:
+        return tuple([torch.zeros(2, tokens, n, dtype=torch.float16) for n in (rows, columns)])
+
+    pairs = [pair(4, 8, 16), pair(1, 2, 16), pair(1, 16, 8), pair(4, 16, 12)]
+    found = launches(pairs, 1e11, {})
+    assert found == [((0, 2), False), ((1, 3), False)]
+    for numbers, is_taken in zip((n for n, _ in found), (True, False), strict=True):
+        assert operands_of([pairs[n] for n in numbers]).described is is_taken
