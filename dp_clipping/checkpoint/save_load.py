@@ -18,10 +18,10 @@ sums under the same noise give away their difference. So:
 | differs from the saved run | what a load does |
 | --- | --- |
 | nothing; mode; sharded or not | saved key: the same batches, noise and sums (to rounding) |
-| σ, C, clipping, expected batch size | new key, with a warning |
+| σ, C, clipping, expected batch size, length of the data | new key, with a warning |
 | number of ranks (all, or those with other samples), CPU or GPU | new key, with a warning |
 | a scheduler, or the optimizer's state, is missing in one of the two | new key, with a warning |
-| data (length or sample rate), or the key file is missing | ValueError; new key if asked for |
+| the key file is missing | ValueError; new key if asked for |
 | parameters, optimizer's class, accountant | ValueError |
 
 Ranks and devices are listed because of dropout: each rank has its own random state of torch, and

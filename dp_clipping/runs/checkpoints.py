@@ -110,10 +110,10 @@ class Checkpoints(Accounts):
             module_load_dict_kwargs: for the network's `load_state_dict`.
             torch_load_kwargs: for `torch.load`; tensors come to the CPU by default.
             new_keys: continue with a new key for noise and samples. Needed if the key file is lost,
-                the data have changed, or another continuation of this checkpoint is published. A
-                new key is also made, with a warning, for another σ, C, clipping, number of ranks
-                or kind of device, and if a scheduler or optimizer is missing in the checkpoint or
-                here.
+                the data are others of the same length, or another continuation of this checkpoint
+                is published. A new key is also made, with a warning, for data of another length,
+                another σ, C, clipping, number of ranks or kind of device, and if a scheduler or
+                optimizer is missing in the checkpoint or here.
             key_path: as given to `save_checkpoint`.
 
         Returns:

@@ -176,7 +176,6 @@ OTHERS = {
     "optimizer is SGD in the checkpoint and AdamW": lambda: build(make=adamw),
     "accountant is rdp in the checkpoint and prv": lambda: build(accountant="prv"),
     "private is True in the checkpoint and False": lambda: build(grad_sample_mode="no_dp"),
-    "num_samples is 24 in the checkpoint and 48": lambda: build(count=48),
     "first.weight is .* in the checkpoint and missing in this model": of_another_network,
     rf"{BUFFER} \[2\] torch.float32 in this model": lambda: with_scale(torch.ones(2)),
     rf"{BUFFER} \[\] torch.float64 in this model": lambda: with_scale(torch.tensor(1.0).double()),
