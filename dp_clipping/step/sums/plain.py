@@ -167,7 +167,8 @@ class Plain(Work):
                 sizes = [g.shape[1:].numel() for g in own]
                 rows = [g.reshape(len(g), size) for g, size in zip(own, sizes, strict=True)]
                 total = weighted_sum(self._weights[group], torch.cat(rows, 1))
-                found.update(zip(numbers, total.split(sizes), strict=True))
+                # Not as views, whose versions would be those of all together.
+                found.update(zip(numbers, [one.data for one in total.split(sizes)], strict=True))
                 del own, rows
         values.reverse()
         for n, record in enumerate(records):

@@ -93,6 +93,16 @@ def test_small_gradients_share_calls(monkeypatch, shapes, small, norms, sums):
     assert add.count == sums
 
 
+def test_a_change_of_one_small_sum_names_its_parameter_alone():
+    network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = unchecked(network)
+    batch = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    private_loss(model, batch, zoo.product).backward()
+    network[0].bias.grad.mul_(2)
+    with pytest.raises(RuntimeError, match=r"^the gradient of 0\.bias was changed"):
+        model.gradient_buffer.watch.refuse_unclipped()
+
+
 @pytest.mark.parametrize(("mode", "backwards"), [("bookkeeping", 1), ("ghost", 2)])
 def test_a_second_backward_is_run_only_if_sums_need_it(monkeypatch, mode, backwards):
     run = count_calls(private_step.gradients_at)
