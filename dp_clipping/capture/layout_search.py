@@ -201,9 +201,8 @@ class Search:
         The one at which an iteration is left is the one that is known from then on.
         """
         layouts = self.output_layouts[self.last_outputs]
-        kinds = ("sample_major", "time_major")
         unsure = [y is not None and y.kind == UNSURE for y in layouts]
-        for kind in kinds if any(unsure) else kinds[:1]:
+        for kind in FLATTENED if any(unsure) else FLATTENED[:1]:
             guess = [
                 replace(y, kind=kind) if is_unsure else y
                 for y, is_unsure in zip(layouts, unsure, strict=True)

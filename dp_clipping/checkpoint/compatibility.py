@@ -27,7 +27,7 @@ UNIT = {
     "examples_per_unit": 1, "unit_ids are given": False, "noise_mechanism": "gaussian",
     "sampling": "poisson", "max_batch_size": None, "secure_mode": False,
 }  # fmt: skip
-NOISE = (  # what another value of needs other noise and samples for; the first four are the data's
+NOISE = (  # another value needs other noise and samples; the first four are of the data
     "poisson_sampling", "num_samples", "num_units", "sample_rate",
     "noise_multiplier", "max_grad_norm", "clipping", "clipping_function", "gamma",
     "loss_reduction", "expected_batch_size", "examples_per_step", "views",
@@ -141,11 +141,11 @@ def _check_adaptive(saved: dict | None, adaptive: AdaptiveThreshold | None, path
         )
 
 
-def _check_same(name: str, there: Any, here: Any, path: Path, instead: str = "") -> None:
+def _check_same(name: str, there: Any, here: Any, path: Path) -> None:
     if there != here:
         raise ValueError(
             f"{path}: {name} is {there} in the checkpoint and {here} in this run: resume with the "
-            f"settings of the saved run{instead}"
+            "settings of the saved run"
         )
 
 

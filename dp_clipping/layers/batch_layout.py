@@ -364,7 +364,7 @@ def check_size(
     elif is_flattened and not torch.compiler.is_compiling():
         step = handle.private_step
         calls = ({} if step is None else step.calls) if calls is None else calls
-        calls[handle] = calls.get(handle, 0) + 1
+        calls[handle] = calls.get(handle, 0) + torch.is_grad_enabled()
         if calls[handle] > handle.flattened:
             fact = f"{who} is called more often for a batch of {batch_size} samples than before"
     if fact:

@@ -168,7 +168,7 @@ def add_noise_to_short(
     flat = [total.view(-1) for total in totals]
     noisy = z.add_(torch.cat(flat)).div_(divisor)
     each_out = zip(outs, totals, flat, strict=True)
-    targets = [own if out is total else out.view(-1) for out, total, own in each_out]
+    targets = [row if out is total else out.view(-1) for out, total, row in each_out]
     copy_each(targets, noisy.split(sizes))
 
 

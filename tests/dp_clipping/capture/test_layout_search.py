@@ -420,3 +420,19 @@ def test_a_layer_that_gets_the_first_samples_alone_is_refused():
     batch = [torch.randn(7, 4, dtype=torch.float64) for _ in range(2)]
     with pytest.raises(ValueError, match="depends on the other samples of the batch"):
         private_loss(private(network), batch, zoo.product)
+
+
+def test_flattened_parts_of_a_larger_batch_in_compiled_code():
+    """A batch that is larger, not twice as large, has parts that no batch before it had."""
+
+    def split(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        parts = [net.layer(part.flatten(0, 2)) for part in x.split(4)]
+        return torch.cat([y.unflatten(0, (-1, 2, 3)) for y in parts])
+
+    network = zoo.Net(split, layer=nn.Linear(4, 2)).double()
+    plain = copy.deepcopy(network)
+    network.compile(backend="eager")
+    model = private(network)
+    for size in (4, 4, 4, 4, 4, 6):
+        batch = torch.randn(size, 2, 3, 4).double(), torch.randn(size, 2, 3, 2).double()
+        assert_step(model, plain, batch)
