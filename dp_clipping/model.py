@@ -264,8 +264,7 @@ class PrivateModel(nn.Module):
         Call this before you time a few steps, and not in training. Every rank calls it.
 
         The batches that `checks="sampled"` selects are counted too: none of these is checked, and
-        one in 64 of those that follow is. With `checks="off"` nothing changes. The first batch, in
-        which the samples are looked for, is checked in any case.
+        one in 64 of those that follow is. A first batch is checked in any case.
         """
         if self.policy is not None:
             self.passes.skip_checks(batches)
