@@ -61,17 +61,20 @@ def key_file(path: str | os.PathLike, given: str | os.PathLike | None = None) ->
 
 
 def check_places(*files: Path, of_keys: Path) -> None:
-    """Raises an error where a file, or the key file beside it, cannot be written; writes nothing.
+    """Raises an error where a file, or its key file, cannot be written; writes nothing.
+
+    Args:
+        files: none for a checkpoint that is a folder, which is made with the folders that it is in.
 
     Raises:
         ValueError: one is a folder, or the key file is there and is none.
-        FileNotFoundError: the folder of a file is not there.
+        FileNotFoundError: the folder of a file, or of its key file, is not there.
     """
     for file in (*files, of_keys):
         if file.is_dir():
             within = file / ("run.pt" if file in files else "run.pt.key")
             raise ValueError(f"{file} is a folder: give the name of a file, as {within}")
-    for folder in (file.parent for file in files):
+    for folder in [file.parent for file in (*files, of_keys) if files]:
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"there is no folder {folder}: make it first, as os.makedirs({str(folder)!r})"

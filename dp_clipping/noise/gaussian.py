@@ -202,7 +202,7 @@ def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tenso
         x2.bitwise_and_(WORD)
         x1, p1 = p1, x1
         x3, p0 = p0, x3
-        k0, k1 = k0 + KEY_STEPS[0], k1 + KEY_STEPS[1]  # what is above 32 bits meets the mask
+        k0, k1 = k0 + KEY_STEPS[0], k1 + KEY_STEPS[1]  # masked with x0 and x2
     return x0, x1.bitwise_and_(WORD), x2, x3.bitwise_and_(WORD)
 
 

@@ -22,9 +22,9 @@ from dp_clipping.layers.recorder import Trainable
 from dp_clipping.profiling.profile import NOTHING
 
 Label = Callable[[str, Iterable[Trainable]], AbstractContextManager]
-# Values of G of one token each, from which on a product of whole batches pays: it is a dozen
-# launches, where a kernel that reads sample by sample takes one for many layers.
-FEW = 1 << 26
+# Values of G of a layer of one token, above which its sum is a product over the batch: that is a
+# dozen launches, where one of the kernels that read sample by sample serves many layers.
+MOST_SHARED = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def clipped_sums(
             kept.append((n, rows[n], one))
         elif isinstance(one, tuple):
             (size, tokens, outputs), inputs = one[0].shape, one[1].shape[2]
-            if tokens == 1 and size * outputs * inputs > FEW:
+            if tokens == 1 and size * outputs * inputs > MOST_SHARED:
                 alone.append(n)
             else:
                 products.append((n, rows[n], one))

@@ -74,6 +74,7 @@ UNFIT = {
     r"runs is a folder: give the name of a file, as \S*runs/run\.pt$": {"path": "runs"},
     r"runs is a folder: give the name of a file, as \S*runs/run\.pt\.key$": {"key_path": "runs"},
     r"there is no folder \S*missing: make it first": {"path": "missing/run.pt"},
+    r"there is no folder \S*keys: make it first": {"key_path": "keys/own.key"},
     "not a key file": {"key_path": "broken.key"},
 }
 

@@ -4,7 +4,6 @@ Work that notes what it is asked for stands in for kernels. Parameters have one 
 a backward reaches them from the last one to the first.
 """
 
-import copy
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -28,12 +27,9 @@ from dp_clipping.step.sums.backward_state import Kept
 from dp_clipping.step.sums.plain import Uses
 from dp_clipping.step.sums.work import Work
 from tests.dp_clipping.conftest import (
-    assert_step,
     clipped_sums,
-    count_calls,
     private,
     trained,
-    unchecked,
 )
 from tests.support import zoo
 
@@ -546,23 +542,3 @@ def check_pieces() -> None:
 
 def test_pieces_grow_as_backward_frees_memory(interpreter):
     interpreter.run(check_pieces)
-
-
-def check_one_token(few: int, expected: tuple[int, int]) -> None:
-    """Layers of one token share a launch, or large ones have a product over the batch each."""
-    network = zoo.seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)))
-    batch = torch.randn(3, 5), torch.randn(3, 4)
-    launch, product = count_calls(sums.weighted_products), count_calls(sums.sum_of_one_token)
-    with (
-        patch.object(sums, "FEW", few),
-        patch.object(sums, "weighted_products", launch),
-        patch.object(sums, "sum_of_one_token", product),
-    ):
-        model = unchecked(copy.deepcopy(network), "flash_bookkeeping")
-        assert_step(model, network, batch, tolerance=1e-4)
-    assert (launch.count, product.count) == expected
-
-
-@pytest.mark.parametrize(("few", "expected"), [(3 * 30, (1, 0)), (3 * 30 - 1, (1, 1)), (0, (0, 2))])
-def test_small_products_of_one_token_share_a_launch(interpreter, few, expected):
-    interpreter.run(check_one_token, few, expected)

@@ -1,0 +1,252 @@
+"""Layers that are called on parts of a batch: with all samples in turn, or with some of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from ddp_by_hand.lm.parallel import TENSOR
+from ddp_by_hand.lm.rank_pool import Context
+from tests.dp_clipping.conftest import (
+    assert_exact,
+    assert_step,
+    private,
+    private_loss,
+)
+from tests.support import zoo
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import fsdp2
+
+
+class InParts(nn.Module):
+    """Computes a few samples after others, as to save memory; with masks of the same parts."""
+
+    def __init__(self, part: int, is_attention: bool, mixes: bool = False):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, batch_first=True)
+        if not is_attention:
+            self.layer = nn.Linear(4, 4)
+        self.part, self.mixes = part, mixes
+
+    def forward(self, x, mask):
+        found = []
+        for rows, hidden in zip(x.split(self.part), mask.split(self.part), strict=True):
+            y = rows
+            if isinstance(self.layer, nn.Linear):
+                y = self.layer(rows)
+            else:
+                y = self.layer(y, y, y, key_padding_mask=hidden, need_weights=False)[0]
+            found.append((y * ~hidden[..., None]).tanh() - self.mixes * y.mean(0))
+        return torch.cat(found)
+
+
+def samples_and_masks(count: int) -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.randn(count, 3, 4, dtype=torch.float64),
+        "mask": torch.arange(3) > torch.arange(count)[:, None] % 3,
+    }
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 5])
+@pytest.mark.parametrize("is_attention", [True, False])
+def test_a_network_that_computes_a_few_samples_after_others(part, is_attention):
+    batch = samples_and_masks(7), torch.randn(7, 3, 4, dtype=torch.float64)
+    assert_exact(InParts(part, is_attention).double(), batch)
+
+
+def test_parts_that_begin_with_a_larger_batch_of_which_no_check_is_due():
+    network = InParts(7, is_attention=True).double()
+    model, targets = private(copy.deepcopy(network)), torch.randn(11, 3, 4, dtype=torch.float64)
+    for count in (6, 6, 6, 6, 6):
+        assert_step(model, network, (samples_and_masks(count), targets[:count]))
+    batch = samples_and_masks(11), targets
+    with pytest.raises(
+        ValueError, match=r"layer got an input of shape \(7, .*model\.reset_batch_l"
+    ):
+        private_loss(model, batch, zoo.product)
+    model.reset_batch_layouts()
+    assert_step(model, network, batch)
+
+
+PARTS = {
+    "chunk": lambda net, x: [net.layer(part) for part in x.chunk(2)],
+    "halves": lambda net, x: [net.layer(x[: len(x) // 2]), net.layer(x[len(x) // 2 :])],
+    "flattened": lambda net, x: [
+        net.layer(part.flatten(0, 1)).unflatten(0, (-1, 3)) for part in x.split(4)
+    ],
+    "flattened, time major": lambda net, x: [
+        net.layer(part.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, -1)).transpose(0, 1)
+        for part in x.split(4)
+    ],
+}
+
+
+class OwnLinear(nn.Module):
+    """Has parameters of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x.tanh() @ self.weight
+
+
+def in_parts(name: str, kind: type[nn.Module] = nn.Linear) -> nn.Module:
+    layer = kind(4, 2)
+    return zoo.Net(lambda net, x: torch.cat(PARTS[name](net, x)), layer=layer).double()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_other_kinds(name):
+    batch = tuple(torch.randn(7, 3, n, dtype=torch.float64) for n in (4, 2))
+    assert_exact(in_parts(name), batch)
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "bookkeeping"])
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
+def test_flattened_parts_of_a_larger_batch_of_which_no_check_is_due(kind, mode):
+    """Refuses them where their rows could be those of all samples: 12 of 4, in a batch of 6."""
+    network = in_parts("flattened", kind)
+    model = private(copy.deepcopy(network), mode)
+    x, targets = (torch.randn(6, 3, n, dtype=torch.float64) for n in (4, 2))
+    for _ in range(5):
+        assert_step(model, network, (x[:4], targets[:4]))
+    with pytest.raises(ValueError, match=r"layer is called more often.*model\.reset_batch_layouts"):
+        private_loss(model, (x, targets), zoo.product)
+    model.reset_batch_layouts()
+    assert_step(model, network, (x, targets))
+
+
+class Switched(nn.Module):
+    """Computes parts of the batch, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.part = nn.Linear(4, 2), 99
+
+    def forward(self, x):
+        return torch.cat([self.layer(part) for part in x.split(self.part)])
+
+
+def test_a_search_begins_anew_and_a_mistake_is_forgotten():
+    """Runs the caller under vmap after a search that follows a refused call, until the next one."""
+    model, batch = private(network := Switched()), zoo.numbers(7, 4, out=(2,))
+
+    def kind_after(part: int, *, resets: bool = True) -> str:
+        network.part = part
+        if resets:
+            model.reset_batch_layouts()
+        private_loss(model, batch, zoo.product).backward()
+        model.zero_grad()
+        return model.capture.handles[0].kind
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match=r"layer got an input of shape \(5, .* 7 samples"):
+            kind_after(5, resets=False)
+
+    assert kind_after(99) == "linear"
+    assert kind_after(99, resets=False) == "linear"
+    refused()
+    assert kind_after(99, resets=False) == "linear"
+    assert kind_after(99) == "linear"
+    kind_after(99, resets=False)
+    refused()
+    assert kind_after(5) == kind_after(5, resets=False) == kind_after(5) == "vectorized"
+    assert kind_after(99) == "linear"
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tensor"])
+@on_ranks(2)
+def test_parts_on_ranks_are_refused_with_what_to_do(context: Context, kind: str) -> None:
+    """Refuses them in a step and in a search; with all samples at once the layer runs."""
+    network = Switched()
+    if kind == "fsdp2":
+        network = fsdp2(context, network, "leaf")
+    else:
+        mesh = DeviceMesh.from_group(context.group, context.device.type, mesh_dim_names=(TENSOR,))
+        parallelize_module(network.layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+    model = private(network)
+    batch, few = (zoo.numbers(count, 4, out=(2,)) for count in (7, 3))
+    for network.part in (5, 99):  # of the three samples both are one part
+        private_loss(model, few, zoo.product).backward()
+        model.zero_grad()
+    network.part = 5
+    with pytest.raises(
+        ValueError, match=r"\(5, 4\).*: call it with all samples .* at once, as sel"
+    ):
+        private_loss(model, batch, zoo.product)
+    network.part = 99
+    private_loss(model, batch, zoo.product).backward()
+    model.zero_grad()
+    network.part = 1
+    model.reset_batch_layouts()
+    with pytest.raises(ValueError, match="samples of the batch at once, and mask"):
+        private_loss(model, batch, zoo.product)
+
+
+@pytest.mark.parametrize("part", [6, 20])
+def test_samples_that_see_others_of_their_part_are_refused(part):
+    batch = samples_and_masks(7), torch.ones(7, 3, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+        private_loss(private(InParts(part, False, mixes=True).double()), batch, zoo.product)
+
+
+def test_a_layer_that_gets_the_first_samples_alone_is_refused():
+    """Refuses the first samples alone: under vmap each sample would be a first one."""
+
+    def forward(net, x):
+        y = net.first(x)
+        return torch.cat((y[:3] + net.layer(y[:3]), y[3:]))
+
+    network = zoo.Net(forward, first=nn.Linear(4, 4), layer=nn.Linear(4, 4)).double()
+    batch = [torch.randn(7, 4, dtype=torch.float64) for _ in range(2)]
+    with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+        private_loss(private(network), batch, zoo.product)
+
+
+def test_flattened_parts_of_a_larger_batch_in_compiled_code():
+    """A batch that is larger, not twice as large, has parts that no batch before it had."""
+
+    def split(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        parts = [net.layer(part.flatten(0, 2)) for part in x.split(4)]
+        return torch.cat([y.unflatten(0, (-1, 2, 3)) for y in parts])
+
+    network = zoo.Net(split, layer=nn.Linear(4, 2)).double()
+    plain = copy.deepcopy(network)
+    network.compile(backend="eager")
+    model = private(network)
+    for size in (4, 4, 4, 4, 4, 6):
+        batch = torch.randn(size, 2, 3, 4).double(), torch.randn(size, 2, 3, 2).double()
+        assert_step(model, plain, batch)
+
+
+def test_a_call_without_gradients_is_no_part():
+    """The network's estimate is one of its inputs in some batches, as in self-conditioning."""
+
+    class Estimating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.estimates = nn.Linear(4, 4), False
+
+        def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.estimates:
+                return self.of_tokens(x)
+            with torch.no_grad():
+                estimate = self.of_tokens(x)
+            return self.of_tokens(x + estimate)
+
+    network = Estimating().double()
+    plain = copy.deepcopy(network)
+    model = private(network)
+    batch = tuple(torch.randn(3, 5, 4, dtype=torch.float64) for _ in range(2))
+    for estimates in (False, False, False, False, True, False):
+        network.estimates = plain.estimates = estimates
+        assert_step(model, plain, batch)
