@@ -22,7 +22,7 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, as in the paper
 CHUNK = 1 << 15  # counters taken at once: six int64 words each still fit the second-level cache
+ROW = 256  # numbers of one stream that are made together where many streams are
 words_of = struct.Struct("<4I").iter_unpack
 
 
@@ -150,21 +151,21 @@ def add_noise_to_short(
 ) -> None:  # fmt: skip
     """Calls `add_noise_plain` for many whole tensors of one dtype, with one set of operations.
 
-    Each counter takes the words of its own tensor's stream, so the values are the same.
+    Numbers are made in rows, each with the words of its own tensor's stream, so they are the same;
+    of a tensor's last row some are left over.
     """
     values = values or GAUSSIAN
-    each, device = values.per_counter, totals[0].device
+    each, device = ROW // values.per_counter, totals[0].device
     sizes = [total.numel() for total in totals]
-    needed = torch.tensor(sizes, device=device)
-    counts = (needed + each - 1) // each
-    which = torch.repeat_interleave(torch.arange(len(totals), device=device), counts)
-    counters = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[which]
+    rows = [-(-size // ROW) or 1 for size in sizes]
+    firsts = list(accumulate(rows, initial=0))
     words = torch.frombuffer(array("q", chain.from_iterable(streams)), dtype=torch.int64)
-    own = NoiseStream(*words.view(-1, 4).to(device)[which].unbind(1))  # type: ignore[arg-type]
-    z = _values(counters, own, values).to(totals[0].dtype).mul_(std)
-    if len(z) > sum(sizes):  # of their last counters some tensors need a part
-        places = each * counters[:, None] + torch.arange(each, device=device)
-        z = z[(places < needed[which, None]).view(-1)]
+    table = torch.cat([words.view(-1, 4), torch.tensor(firsts[:-1])[:, None]], 1).to(device)
+    *own, begin = table.repeat_interleave(torch.tensor(rows, device=device), 0)[..., None].unbind(1)
+    numbers = torch.arange(firsts[-1], device=device)[:, None] - begin
+    counters = numbers * each + torch.arange(each, device=device)
+    z = _values(counters, NoiseStream(*own), values).to(totals[0].dtype).mul_(std).view(-1)
+    z = torch.cat([z[ROW * i : ROW * i + n] for i, n in zip(firsts, sizes, strict=False)])
     flat = [total.view(-1) for total in totals]
     noisy = z.add_(torch.cat(flat)).div_(divisor)
     each_out = zip(outs, totals, flat, strict=True)
