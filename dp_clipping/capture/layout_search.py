@@ -86,7 +86,7 @@ class Search:
             if handle.operations:
                 handle.operations.clear()
             handle.one_by_one, handle.whole_because, handle.is_unseen = "", "", False
-            handle.flattened = 0
+            handle.flattened = handle.sought = 0
 
     def establish(
         self,

@@ -322,7 +322,7 @@ class LayoutDiscovery:
 
         A search is of the samples that a module runs otherwise for; see also `LayerState.unseen`.
         """
-        for _ in range(3 * len(self._capture.handles)):
+        for _ in range(4 * len(self._capture.handles)):
             try:
                 return self._check(batch)
             except (LayoutUnknown, SomeSamples) as error:

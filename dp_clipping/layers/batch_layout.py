@@ -348,12 +348,14 @@ def check_size(
 ) -> None:
     """Refuses an input without rows of its own for every sample.
 
-    The number of rows does not tell that of flattened samples, the number of calls does.
+    The number of rows does not tell that of flattened samples, the number of calls does. Where
+    another search finds as many calls, the layer has all samples in each, as in a longer loop.
 
     Args:
         calls: handle -> its flattened inputs so far in this forward; None: the private step's.
 
     Raises:
+        LayoutUnknown: it is called more often than before, and no search has looked for that.
         SomeSamples: it may have those of some samples.
         ValueError: it has more rows.
     """
@@ -366,6 +368,9 @@ def check_size(
         calls = ({} if step is None else step.calls) if calls is None else calls
         calls[handle] = calls.get(handle, 0) + torch.is_grad_enabled()
         if calls[handle] > handle.flattened:
+            if handle.sought < calls[handle]:
+                handle.sought = calls[handle]
+                raise LayoutUnknown(handle.name)
             fact = f"{who} is called more often for a batch of {batch_size} samples than before"
     if fact:
         rows = x.shape[layout.dim] if x.dim() > layout.dim else batch_size

@@ -250,3 +250,29 @@ def test_a_call_without_gradients_is_no_part():
     for estimates in (False, False, False, False, True, False):
         network.estimates = plain.estimates = estimates
         assert_step(model, plain, batch)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_loop_that_becomes_longer(kind, checked):
+    """Searches again where flattened samples come more often than before, in a check or not."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.times = kind(4, 4), 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.times):
+                x = x + self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            return x
+
+    network = Repeated().double()
+    plain = copy.deepcopy(network)
+    model = private(network)
+    for size, times in ((3, 1), (3, 2), (4, 1), (4, 4), (5, 6)):
+        network.times = plain.times = times
+        batch = tuple(torch.randn(size, 5, 4, dtype=torch.float64) for _ in range(2))
+        assert_step(model, plain, batch)
+        if not checked:
+            model.skip_checks()
