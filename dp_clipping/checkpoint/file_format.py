@@ -60,24 +60,25 @@ def key_file(path: str | os.PathLike, given: str | os.PathLike | None = None) ->
     return Path(given)
 
 
-def check_places(*files: Path, of_keys: Path) -> None:
-    """Raises an error where a file, or its key file, cannot be written; writes nothing.
+def check_places(path: Path, of_keys: Path, is_folder: bool = False) -> None:
+    """Raises an error where a checkpoint, or its key file, cannot be written; writes nothing.
 
     Args:
-        files: none for a checkpoint that is a folder, which is made with the folders that it is in.
+        is_folder: the checkpoint is a folder, which is made with the folders that it is in.
 
     Raises:
-        ValueError: one is a folder, or the key file is there and is none.
-        FileNotFoundError: the folder of a file, or of its key file, is not there.
+        ValueError: a file is a folder, or the key file is there and is none.
+        FileNotFoundError: the folder of a file is not there, and is not made.
     """
-    for file in (*files, of_keys):
+    made = [*map(Path.absolute, (path, *path.parents))] if is_folder else []
+    for file in [of_keys] if is_folder else [path, of_keys]:
         if file.is_dir():
-            within = file / ("run.pt" if file in files else "run.pt.key")
+            within = file / ("run.pt.key" if file is of_keys else "run.pt")
             raise ValueError(f"{file} is a folder: give the name of a file, as {within}")
-    for folder in [file.parent for file in (*files, of_keys) if files]:
-        if not folder.is_dir():
+        if not file.parent.is_dir() and file.parent.absolute() not in made:
             raise FileNotFoundError(
-                f"there is no folder {folder}: make it first, as os.makedirs({str(folder)!r})"
+                f"there is no folder {file.parent}: make it first, as "
+                f"os.makedirs({str(file.parent)!r})"
             )
     read_keys(of_keys)
 

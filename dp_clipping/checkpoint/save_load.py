@@ -123,7 +123,7 @@ def _save_file(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
 
     def write_all() -> None:
         if run.rank == 0:
-            check_places(path, of_keys=snapshot.key_file)
+            check_places(path, snapshot.key_file)
             contents = _contents(snapshot, extra, random, lambda: state)
             check_contents(contents, extra, snapshot.torch_kwargs)
             write(path, contents, run.keys, snapshot.torch_kwargs, snapshot.key_file)
@@ -143,7 +143,7 @@ def _save_folder(snapshot: Snapshot, extra: Mapping[str, Any]) -> None:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file, and a sharded model needs a folder: rename one")
         if run.rank == 0:
-            check_places(of_keys=snapshot.key_file)
+            check_places(path, snapshot.key_file, is_folder=True)
         contents = _contents(snapshot, extra, random, partial(by_name, run))
         contents[DETAILS][folder_format.TENSORS] = name
         tensors = take_tensors(contents)
