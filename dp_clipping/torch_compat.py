@@ -367,11 +367,13 @@ def any_size() -> AbstractContextManager:
     """Enters a context in which graphs compiled for a second size serve all others.
 
     Without these settings torch takes numbers and tensors that it finds at a module, as a step's
-    slots, to be constants, and a Poisson batch is seldom as large as the last one.
+    slots, to be constants, and a Poisson batch is seldom as large as the last one. Layers count
+    their calls, which checkpointed code may do by the last one.
     """
     return torch._dynamo.config.patch(
-        force_nn_module_property_static_shapes=False, allow_unspec_int_on_nn_module=True
-    )
+        force_nn_module_property_static_shapes=False, allow_unspec_int_on_nn_module=True,
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Attached:
         made = {} if private_step is None else private_step.slots
         for handle in capture.handles:
             handle.private_step = private_step
-            handle.slots = made.get(handle.name, {})
+            handle.slots, handle.calls = made.get(handle.name, {}), 0
 
     def __exit__(self, *_: object) -> None:
         outer = self._capture.attached_step = self._outer

@@ -342,8 +342,6 @@ class LayoutDiscovery:
         carries = (lambda: self.carried.refuse(batch.with_samples(FEW))) if alone else None
         self._company.refuse(None if batch.bags else self.constants.changed(batch))
         with Restored(self.carried.state, carries, is_of_runs=alone):
-            flattened = any([one.flattened for one in self._capture.handles])
-            self._schedule.every_larger = flattened and self._capture.is_compiled
             number, is_whole = self._schedule.next_check(batch.size)
             if places:
                 self._check_places(batch)

@@ -191,7 +191,6 @@ class _Calls:
         self.seen, self.triggers = Seen(), list[Tensor]()
         self.last_input: tuple[tuple, Tensor, Summary] | None = None
         self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._flattened: dict[LayerState, int] = {}
 
     def watch(
         self, module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -206,7 +205,7 @@ class _Calls:
             for x, layout in zip(inputs, layouts, strict=False):
                 if layout.kind != "shared":
                     if layout.kind in FLATTENED or x.shape[layout.dim] != self._size:
-                        check_size(x, layout, handle, self._size, self._flattened)
+                        check_size(x, layout, handle, self._size)
                     self.seen.add(handle.name, "input", self._of_input(x, layout))
         args, kwargs = expanded_input(handle, inputs, args, kwargs, self._size)
         if handle.operations:

@@ -16,6 +16,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from dp_clipping.torch_compat import is_in_backward
+
 FEW, MORE = 2, 3  # samples in the two runs
 FLATTENED = ("sample_major", "time_major")
 
@@ -343,38 +345,32 @@ def has_rows(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> bool:
     return x.shape[layout.dim] == batch_size
 
 
-def check_size(
-    x: Tensor, layout: Layout, handle: Any, batch_size: int, calls: dict[Any, int] | None = None
-) -> None:
+def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
     """Refuses an input without rows of its own for every sample.
 
     The number of rows does not tell that of flattened samples, the number of calls does. Where
     another search finds as many calls, the layer has all samples in each, as in a longer loop.
-
-    Args:
-        calls: handle -> its flattened inputs so far in this forward; None: the private step's.
 
     Raises:
         LayoutUnknown: it is called more often than before, and no search has looked for that.
         SomeSamples: it may have those of some samples.
         ValueError: it has more rows.
     """
-    who, is_flattened = handle.name or "the network", layout.kind in FLATTENED
-    fact = ""
+    is_flattened, fact = layout.kind in FLATTENED, ""
     if not has_rows(x, layout, handle, batch_size):
-        fact = f"{who} got an input of shape {tuple(x.shape)} for a batch of {batch_size} samples"
-    elif is_flattened and not torch.compiler.is_compiling():
-        step = handle.private_step
-        calls = ({} if step is None else step.calls) if calls is None else calls
-        calls[handle] = calls.get(handle, 0) + torch.is_grad_enabled()
-        if calls[handle] > handle.flattened:
-            if handle.sought < calls[handle]:
-                handle.sought = calls[handle]
+        fact = f"got an input of shape {tuple(x.shape)} for a batch of {batch_size} samples"
+    elif is_flattened and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not is_in_backward():  # where checkpoints run it again
+            handle.calls += 1
+        if handle.calls > handle.flattened:
+            if handle.sought < handle.calls:
+                handle.sought = handle.calls
                 raise LayoutUnknown(handle.name)
-            fact = f"{who} is called more often for a batch of {batch_size} samples than before"
-    if fact:
+            fact = f"is called more often for a batch of {batch_size} samples than before"
+    if fact:  # no other code reads the name, which compiled code would be made for
         rows = x.shape[layout.dim] if x.dim() > layout.dim else batch_size
-        fact += f", and its samples were seen as {layout} in an earlier batch"
+        fact = f"{handle.name or 'the network'} {fact}, and its samples were seen as {layout} in "
+        fact += "an earlier batch"
         if is_flattened or rows < batch_size:
             raise SomeSamples(handle.name, fact)
         raise ValueError(f"{fact}: {CHANGED}")

@@ -137,6 +137,7 @@ class LayerState:
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
         flattened: its inputs with flattened samples in a forward of the search.
         sought: how many of them a search has looked for.
+        calls: how many of them there were so far, in the forward that runs.
         records: name, relative to the module -> the parameter, of all that it captures;
             `trainable` has the names.
         has_last: for a bag: its offsets end with the number of ids.
@@ -172,7 +173,7 @@ class LayerState:
         self.inner_forward: Callable[..., Any] | None = None
         self.watch: Callable[..., Any] | None = None
         self.whole_because, self.is_unseen, self.is_misfit = "", False, False
-        self.flattened = self.sought = 0
+        self.flattened = self.sought = self.calls = 0
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.operations: dict[Any, Any] | None = {}
         self.one_by_one = ""

@@ -38,7 +38,6 @@ from dp_clipping.torch_compat import (
     current_backward,
     flush_ready_nodes,
     gradients_at,
-    is_in_backward,
     transforms_run,
 )
 from dp_clipping.trials.randomness import RandomStates
@@ -117,7 +116,6 @@ class PrivateStep:
         self.kernel_dtypes = of_device if work.fused else ()
         self.policy: Policy = context.policy
         self.leaves: dict[Parameter, Tensor] = {}
-        self._calls: dict[Any, int] = {}
         self.seen: Any = inputs.seen
         self.watched: Any = None  # a `guard.losses.Watched`
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
@@ -173,11 +171,6 @@ class PrivateStep:
                 run = GradientSlot.apply if transforms_run() else _slot_of
                 self._slots[parameter] = run(self.trigger(parameter), value, (self, parameter))
         return self._slots[parameter]
-
-    @property
-    def calls(self) -> dict[Any, int]:
-        """Returns state of a layer -> its inputs with flattened samples in forward, so far."""
-        return {} if is_in_backward() else self._calls  # where checkpointing runs it again
 
     def trigger(self, record: Trainable) -> Tensor:
         """Returns the input that makes autograd visit a use of a parameter: see `Joint`."""

@@ -19,14 +19,11 @@ class Schedule:
         count: calls so far.
         checks: checks so far.
         largest: the size of the largest batch of which all samples were checked.
-        every_larger: each larger batch is checked, and not only one of twice the size: compiled
-            code does not count how often a layer gets flattened samples.
     """
 
     def __init__(self, level: str = "first") -> None:
         self._level = level
         self.count = self.checks = self.largest = 0
-        self.every_larger = False
 
     def is_due(self, size: int = 0) -> bool:
         """Returns whether the next call, with a batch of this size, is checked."""
@@ -35,7 +32,7 @@ class Schedule:
         is_power = self.count & (self.count + 1) == 0
         if self._level == "sampled":
             is_power = is_power or not Random(self.count).randrange(SAMPLED)
-        return is_power or size >= (1 + self.largest if self.every_larger else 2 * self.largest) > 1
+        return is_power or size >= 2 * self.largest > 0
 
     def next_is_due(self, size: int = 0) -> bool:
         """Counts a call; returns whether it is checked."""

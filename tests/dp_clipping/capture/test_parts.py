@@ -209,20 +209,32 @@ def test_a_layer_that_gets_the_first_samples_alone_is_refused():
         private_loss(private(network), batch, zoo.product)
 
 
-def test_flattened_parts_of_a_larger_batch_in_compiled_code():
-    """A batch that is larger, not twice as large, has parts that no batch before it had."""
+@pytest.mark.parametrize(("larger", "is_refused"), [((6, 12), True), ((4, 24), False)])
+def test_flattened_parts_in_compiled_code(larger: tuple[int, int], is_refused: bool) -> None:
+    """Sees parts that no batch before had, of more samples or of more tokens.
+
+    The few samples of a search have as many tokens, and so these parts.
+    """
 
     def split(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        parts = [net.layer(part.flatten(0, 2)) for part in x.split(4)]
-        return torch.cat([y.unflatten(0, (-1, 2, 3)) for y in parts])
+        parts = [net.layer(part) for part in x.flatten(0, 1).split(48)]
+        return torch.cat(parts).unflatten(0, x.shape[:2])
 
     network = zoo.Net(split, layer=nn.Linear(4, 2)).double()
     plain = copy.deepcopy(network)
     network.compile(backend="eager")
     model = private(network)
-    for size in (4, 4, 4, 4, 4, 6):
-        batch = torch.randn(size, 2, 3, 4).double(), torch.randn(size, 2, 3, 2).double()
-        assert_step(model, plain, batch)
+
+    def batch_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(*shape, 4).double(), torch.randn(*shape, 2).double()
+
+    for _ in range(5):
+        assert_step(model, plain, batch_of(4, 12))
+    if is_refused:
+        with pytest.raises(ValueError, match=r"layer is called more often.*model\.reset_batch_l"):
+            private_loss(model, batch_of(*larger), zoo.product)
+        model.reset_batch_layouts()
+    assert_step(model, plain, batch_of(*larger))
 
 
 def test_a_call_without_gradients_is_no_part():

@@ -431,7 +431,7 @@ def over_a_file(context: Context, path: Path) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"is a folder|its own error says why"):
         save(run, path.with_name("new"), key_path=path.parent)
     missing = path.with_name("missing")
-    with pytest.raises((FileNotFoundError, RuntimeError), match="there is no folder|its own err"):
+    with pytest.raises((FileNotFoundError, RuntimeError), match=r"there is no folder|its own err"):
         save(run, path.with_name("new"), key_path=missing / "own.key")
     assert not path.with_name("new").exists()
     x, y, _ = next(iter(run.loader))
