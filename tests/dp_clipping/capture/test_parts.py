@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.lm.parallel import TENSOR
 from ddp_by_hand.lm.rank_pool import Context
@@ -235,6 +237,44 @@ def test_flattened_parts_in_compiled_code(larger: tuple[int, int], is_refused: b
             private_loss(model, batch_of(*larger), zoo.product)
         model.reset_batch_layouts()
     assert_step(model, plain, batch_of(*larger))
+
+
+class Flattening(nn.Module):
+    """Blocks that flatten samples and tokens, computed again in backward or not."""
+
+    def __init__(self, blocks: int, is_computed_again: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            zoo.Net(lambda net, x: net.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+                    layer=nn.Linear(4, 4)) for _ in range(blocks)
+        )  # fmt: skip
+        self.is_computed_again = is_computed_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.is_computed_again
+                     else block(x)).tanh()  # fmt: skip
+        return x
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_computed_again", [True, False])
+def test_compiled_blocks_share_code_in_which_flattened_samples_are_counted(
+    is_whole: bool, is_computed_again: bool
+) -> None:
+    """Compiles once for one batch and once more for others, within torch's limit of eight."""
+    torch.compiler.reset()
+    counters.clear()
+    network = Flattening(10, is_computed_again).double()
+    plain = copy.deepcopy(network)
+    for part in [network] if is_whole else network.blocks:
+        part.compile(backend="eager")
+    model = private(network)
+    for size in (3, 4, 5):
+        batch = tuple(torch.randn(size, 5, 4, dtype=torch.float64) for _ in range(2))
+        assert_step(model, plain, batch)
+    assert 2 <= counters["stats"]["unique_graphs"] <= 4
+    assert counters["frames"]["ok"] == counters["frames"]["total"]
 
 
 def test_a_call_without_gradients_is_no_part():
