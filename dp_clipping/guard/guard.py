@@ -58,10 +58,6 @@ ALIKE = (
     "checked in every step, which takes several times as long as a step: give data that differ, "
     "as torch.randn makes"
 )
-ON_OTHER_RANKS = (
-    "the network returns other tensors than in the first batch, and other ranks cannot repeat the "
-    "search now: call model.reset_batch_layouts() on every rank before a forward that differs"
-)
 
 
 class LayoutDiscovery:
@@ -71,9 +67,6 @@ class LayoutDiscovery:
     little, because any dimension of size one may then count samples; its result is provisional
     until a larger batch comes. The search and the checks follow one schedule, on one rank or on all
     together, since a check may require another search. `level` is that of the schedule.
-
-    Attributes:
-        parted: layers that got some samples of a batch alone in the last forward, or check.
     """
 
     def __init__(
@@ -87,7 +80,6 @@ class LayoutDiscovery:
             capture.state = State(network, sharding is not None)
         self.carried = Carried(capture.state, self._forward_and_backward, self.batch_of_run)
         self._search = Search(capture, joins_all)
-        self.parted = self._search.parted
         self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
         self._level, self._schedule = level, Schedule(level)
         self._forecaster = Forecaster(capture, self._search.observe)
@@ -149,24 +141,13 @@ class LayoutDiscovery:
         elif self._looked_at < min(FEW, max(1, batch.size)):
             self.look(batch)
         if is_due or (alone and not self._is_settled and batch.size >= PLACES):
-            return self._check_again_if_unknown(batch)
+            return self.check(batch)
         return None
 
     def is_due(self, size: int) -> bool:
         """Returns whether `ensure` will check the next batch if it has `size` samples."""
         is_open = not self._is_settled and (size >= PLACES or self._level == "off")
         return is_open or self._schedule.is_due(size) or self._looked_at < FEW
-
-    def note_parts(self, error: BaseException) -> None:
-        """Notes a layer that got some samples alone: in the next search its caller splits them.
-
-        Raises:
-            ValueError: ranks share the network, and none of its layers runs otherwise later.
-        """
-        if isinstance(error, SomeSamples):
-            if self._sharding is not None:
-                raise error.on_ranks() from error
-            self.parted.add(error.layer)
 
     def look(self, batch: Batch) -> None:
         """Finds where the samples are, on this rank."""
@@ -255,7 +236,7 @@ class LayoutDiscovery:
             with Restored(self.carried.state, lambda: self.carried.refuse(arguments[0])):
                 self._establish(arguments)
         finally:
-            self.parted.clear()
+            self._search.parted.clear()
         self._looked_at = max(1, size)
 
     def _establish(self, arguments: list[tuple]) -> None:
@@ -317,21 +298,29 @@ class LayoutDiscovery:
                 raise
             return capture.apart
 
-    def _check_again_if_unknown(self, batch: Batch) -> int | None:
+    def check(self, batch: Batch, error: LayoutUnknown | SomeSamples | None = None) -> int | None:
         """Checks a batch; where a module has to run otherwise for it, searches and checks again.
 
         A search is of the samples that a module runs otherwise for; see also `LayerState.unseen`.
+
+        Args:
+            error: what the network has raised on the batch, if it has run.
         """
-        for _ in range(4 * len(self._capture.handles)):
-            try:
-                return self._check(batch)
-            except (LayoutUnknown, SomeSamples) as error:
-                self.note_parts(error)
+        for _ in range(1 + 4 * len(self._capture.handles)):
+            if error is not None:
                 if self._sharding is not None:
-                    raise ValueError(ON_OTHER_RANKS) from error
+                    raise error.on_ranks() from error
+                if isinstance(error, SomeSamples):  # in the search its caller splits them
+                    self._search.parted.add(error.layer)
                 given, self._is_settled = error.arguments, False
                 self.look(batch if given is None else self.batch_of_run(*given))
-        return self._check(batch)
+                error = None
+            try:
+                return self._check(batch)
+            except (LayoutUnknown, SomeSamples) as raised:
+                error = raised
+        assert error is not None
+        raise error.lasting() from error
 
     def _check(self, batch: Batch) -> int | None:
         """Returns the number of the check; None: a sample alone has no company."""

@@ -127,6 +127,21 @@ class LayoutUnknown(Exception):
 
     arguments: tuple[tuple, dict] | None = None
 
+    def on_ranks(self) -> ValueError:
+        """Returns the error for a sharded model."""
+        return ValueError(
+            f"{self} is called in a way that was not seen in the first batch, or returns other "
+            "tensors, and other ranks cannot repeat the search now: call "
+            "model.reset_batch_layouts() on every rank before a forward that differs"
+        )
+
+    def lasting(self) -> ValueError:
+        """Returns the error where further searches have not helped."""
+        return ValueError(
+            f"{self} is called in a way that depends on more than the batch: where its samples are "
+            "cannot be established"
+        )
+
 
 class NeedsVmap(ValueError):
     """A layer has no per-sample gradients as it is called; it may where its caller is under vmap.
@@ -165,6 +180,10 @@ class SomeSamples(ValueError):
             f"{self._fact}: {AT_ONCE}, as self.layer(x) in place of for part in x.split(32), and "
             "let dp_clipping.BatchMemoryManager split the batches"
         )
+
+    def lasting(self) -> ValueError:
+        """Returns the error where searches in which its caller splits them have not helped."""
+        return SomeSamples(self.layer, self._fact)
 
 
 class CalledDifferently(ValueError):

@@ -22,7 +22,7 @@ from dp_clipping.guard.carried import LeftInArguments
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.kernels.launch.tiles import available, on_device
-from dp_clipping.layers.batch_layout import LayoutUnknown
+from dp_clipping.layers.batch_layout import LayoutUnknown, SomeSamples
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
@@ -153,7 +153,6 @@ class ForwardBackward:
         if changes := mark.changes():
             self._carried.check(changes, mark, seen, "a forward in training")
         private_step.end_forward()
-        self._establishment.parted.clear()  # such a call was a mistake
         self.state.pending = private_step
         if self.state.usage.is_part(given.size):
             rows = given.rows_beside_bags()
@@ -202,13 +201,11 @@ class ForwardBackward:
                 try:
                     with self.capture.attached(private_step), sync:
                         output = module(*inputs.args, **inputs.kwargs)
-                except LayoutUnknown as error:
-                    self._refuse_call(error, searches)
+                except (LayoutUnknown, SomeSamples) as error:
+                    look = self._look_again(error, searches, inputs.seen)
                     searches += 1
-                    look = partial(self._establishment.look, inputs.seen)
                 except BaseException as raised:
                     self.recover()
-                    self._establishment.note_parts(raised)
                     error = escape_of(raised) or raised
                     if private_step.is_empty and isinstance(error, Exception):
                         raise ValueError(OF_ZEROS.format(error=shown(error))) from error
@@ -231,20 +228,21 @@ class ForwardBackward:
             if hook is not None:
                 hook.remove()
 
-    def _refuse_call(self, error: LayoutUnknown, searches: int) -> None:
-        """Raises ValueError where another search for the samples cannot help."""
+    def _look_again(
+        self, error: LayoutUnknown | SomeSamples, searches: int, batch: Batch
+    ) -> Callable[[], Any]:
+        """Returns another search for the samples; raises ValueError where none can help.
+
+        Where a layer has got some of them, those of the batch are compared too.
+        """
         if self.capture.sharding is not None:
             self.recover()
-            raise ValueError(
-                f"{error} is called in a way that was not seen in the first batch, and other ranks "
-                "cannot repeat the search now: call model.reset_batch_layouts() on every rank "
-                "before a forward that differs"
-            ) from error
+            raise error.on_ranks() from error
         if searches == 2:
-            raise ValueError(
-                f"{error} is called in a way that depends on more than the batch: where its "
-                "samples are cannot be established"
-            ) from error
+            raise error.lasting() from error
+        if isinstance(error, SomeSamples):  # without frames, which hold what forward has computed
+            return partial(self._establishment.check, batch, error.with_traceback(None))
+        return partial(self._establishment.look, batch)
 
     def backward(
         self,

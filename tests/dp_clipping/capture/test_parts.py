@@ -63,15 +63,8 @@ def test_a_network_that_computes_a_few_samples_after_others(part, is_attention):
 def test_parts_that_begin_with_a_larger_batch_of_which_no_check_is_due():
     network = InParts(7, is_attention=True).double()
     model, targets = private(copy.deepcopy(network)), torch.randn(11, 3, 4, dtype=torch.float64)
-    for count in (6, 6, 6, 6, 6):
+    for count in (6, 6, 6, 6, 6, 11):
         assert_step(model, network, (samples_and_masks(count), targets[:count]))
-    batch = samples_and_masks(11), targets
-    with pytest.raises(
-        ValueError, match=r"layer got an input of shape \(7, .*model\.reset_batch_l"
-    ):
-        private_loss(model, batch, zoo.product)
-    model.reset_batch_layouts()
-    assert_step(model, network, batch)
 
 
 PARTS = {
@@ -112,16 +105,12 @@ def test_parts_of_other_kinds(name):
 @pytest.mark.parametrize("mode", ["per_sample", "bookkeeping"])
 @pytest.mark.parametrize("kind", [nn.Linear, OwnLinear])
 def test_flattened_parts_of_a_larger_batch_of_which_no_check_is_due(kind, mode):
-    """Refuses them where their rows could be those of all samples: 12 of 4, in a batch of 6."""
+    """Sees them where their rows could be those of all samples: 12 of 4, in a batch of 6."""
     network = in_parts("flattened", kind)
     model = private(copy.deepcopy(network), mode)
     x, targets = (torch.randn(6, 3, n, dtype=torch.float64) for n in (4, 2))
-    for _ in range(5):
-        assert_step(model, network, (x[:4], targets[:4]))
-    with pytest.raises(ValueError, match=r"layer is called more often.*model\.reset_batch_layouts"):
-        private_loss(model, (x, targets), zoo.product)
-    model.reset_batch_layouts()
-    assert_step(model, network, (x, targets))
+    for count in (4, 4, 4, 4, 4, 6):
+        assert_step(model, network, (x[:count], targets[:count]))
 
 
 class Switched(nn.Module):
@@ -135,8 +124,8 @@ class Switched(nn.Module):
         return torch.cat([self.layer(part) for part in x.split(self.part)])
 
 
-def test_a_search_begins_anew_and_a_mistake_is_forgotten():
-    """Runs the caller under vmap after a search that follows a refused call, until the next one."""
+def test_a_search_begins_anew():
+    """Runs the caller under vmap from the first parts on, until the next search."""
     model, batch = private(network := Switched()), zoo.numbers(7, 4, out=(2,))
 
     def kind_after(part: int, *, resets: bool = True) -> str:
@@ -147,19 +136,12 @@ def test_a_search_begins_anew_and_a_mistake_is_forgotten():
         model.zero_grad()
         return model.capture.handles[0].kind
 
-    def refused() -> None:
-        with pytest.raises(ValueError, match=r"layer got an input of shape \(5, .* 7 samples"):
-            kind_after(5, resets=False)
-
-    assert kind_after(99) == "linear"
-    assert kind_after(99, resets=False) == "linear"
-    refused()
-    assert kind_after(99, resets=False) == "linear"
-    assert kind_after(99) == "linear"
-    kind_after(99, resets=False)
-    refused()
-    assert kind_after(5) == kind_after(5, resets=False) == kind_after(5) == "vectorized"
-    assert kind_after(99) == "linear"
+    for _ in range(2):
+        assert kind_after(99) == kind_after(99, resets=False) == "linear"
+        assert kind_after(99, resets=False) == "linear"
+        assert kind_after(5, resets=False) == kind_after(99, resets=False) == "vectorized"
+        assert kind_after(99) == "linear"
+        assert kind_after(5) == kind_after(5, resets=False) == kind_after(5) == "vectorized"
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor"])
@@ -211,12 +193,9 @@ def test_a_layer_that_gets_the_first_samples_alone_is_refused():
         private_loss(private(network), batch, zoo.product)
 
 
-@pytest.mark.parametrize(("larger", "is_refused"), [((6, 12), True), ((4, 24), False)])
-def test_flattened_parts_in_compiled_code(larger: tuple[int, int], is_refused: bool) -> None:
-    """Sees parts that no batch before had, of more samples or of more tokens.
-
-    The few samples of a search have as many tokens, and so these parts.
-    """
+@pytest.mark.parametrize("larger", [(6, 12), (4, 24)])
+def test_flattened_parts_in_compiled_code(larger: tuple[int, int]) -> None:
+    """Sees parts that no batch before had, of more samples or of more tokens."""
 
     def split(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         parts = [net.layer(part) for part in x.flatten(0, 1).split(48)]
@@ -226,17 +205,9 @@ def test_flattened_parts_in_compiled_code(larger: tuple[int, int], is_refused: b
     plain = copy.deepcopy(network)
     network.compile(backend="eager")
     model = private(network)
-
-    def batch_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(*shape, 4).double(), torch.randn(*shape, 2).double()
-
-    for _ in range(5):
-        assert_step(model, plain, batch_of(4, 12))
-    if is_refused:
-        with pytest.raises(ValueError, match=r"layer is called more often.*model\.reset_batch_l"):
-            private_loss(model, batch_of(*larger), zoo.product)
-        model.reset_batch_layouts()
-    assert_step(model, plain, batch_of(*larger))
+    for shape in (*[(4, 12)] * 5, larger):
+        batch = torch.randn(*shape, 4).double(), torch.randn(*shape, 2).double()
+        assert_step(model, plain, batch)
 
 
 class Flattening(nn.Module):
