@@ -16,8 +16,6 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from dp_clipping.torch_compat import is_in_backward
-
 FEW, MORE = 2, 3  # samples in the two runs
 FLATTENED = ("sample_major", "time_major")
 
@@ -379,12 +377,13 @@ def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
     if not has_rows(x, layout, handle, batch_size):
         fact = f"got an input of shape {tuple(x.shape)} for a batch of {batch_size} samples"
     elif is_flattened and torch.is_grad_enabled():
-        if torch.compiler.is_compiling() or not is_in_backward():  # where checkpoints run it again
-            handle.calls += 1
+        step = handle.private_step
+        # In backward checkpointing runs it again.
+        handle.calls += step is None or step.is_in_forward
+        if handle.calls > max(handle.flattened, handle.sought):
+            handle.sought = handle.calls
+            raise LayoutUnknown(handle.name)
         if handle.calls > handle.flattened:
-            if handle.sought < handle.calls:
-                handle.sought = handle.calls
-                raise LayoutUnknown(handle.name)
             fact = f"is called more often for a batch of {batch_size} samples than before"
     if fact:  # no other code reads the name, which compiled code would be made for
         rows = x.shape[layout.dim] if x.dim() > layout.dim else batch_size

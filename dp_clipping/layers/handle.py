@@ -209,13 +209,9 @@ class LayerState:
         return self.slots[name]
 
     def site(
-        self,
-        function: type[torch.autograd.Function],
-        x: Tensor,
-        layout: Layout,
-        names: tuple[str, str] = OWN,
-        **more: Any,
-    ) -> Site:
+        self, function: type[torch.autograd.Function], x: Tensor, layout: Layout,
+        names: tuple[str, str] = OWN, **more: Any,
+    ) -> Site:  # fmt: skip
         """Returns the site of a use of the parameters with these names; a new one with `more`."""
         cast = autocast_of(x)
         key = (function, names, layout.kind, layout.dim, cast)

@@ -92,6 +92,7 @@ class PrivateStep:
             of its input, outputs) for each use of one in `planned` (`handle.Site`). A layer whose
             backward needs much more memory calls `plans.note_other` if `plans.measures`.
         slots: name of a layer -> parameter's name -> slot, of those that are made beforehand.
+        is_in_forward: the network has not returned yet.
         leaves: parameter -> what stands for it in this forward, where FSDP has gathered it.
 
     Other attributes:
@@ -121,14 +122,14 @@ class PrivateStep:
         self.lengths: list[Any] = []  # of `guard.lengths.Lengths`
         self.checks: list[Callable[[], None]] = []
         self.slices: Sequence[Slice | None] = ()
-        self._is_in_forward, self.has_own_loss = True, False
+        self.is_in_forward, self.has_own_loss = True, False
         self._slots: dict[Trainable, Tensor] = {}
         self._joins: dict[Joint, Tensor] = {}
         self.slots = make_slots(self) if self.is_compiled else {}
 
     def end_forward(self) -> None:
         """Is called when the forward has returned."""
-        self._is_in_forward = False
+        self.is_in_forward = False
 
     def look_at(self, losses: Tensor, loss_of: Callable[..., float | None] | None = None) -> None:
         """Checks the losses in their graph, and prepares what is compared after the backward.
@@ -188,7 +189,7 @@ class PrivateStep:
     ) -> None:
         """Refuses what is left outside of the step's own backward, in which `Work.take` has it."""
         name = records[0].name
-        if self._is_in_forward:
+        if self.is_in_forward:
             raise RuntimeError(f"{name}: {IN_FORWARD}")
         if self.capture.attached_step not in (None, self):  # whose backward runs
             raise RuntimeError(f"{name}: {OF_SEVERAL}")
