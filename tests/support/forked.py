@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+
+from tests.support.servers import server_for
 
 
 class Forked:
@@ -37,7 +38,8 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         arguments = command[1:], env, str(cwd), self._out, terminal or self._err
         self._process = context.Process(target=_main, args=arguments)
-        self._process.start()
+        with server_for(env):
+            self._process.start()
         self.pid = self._process.pid
 
     def finish(self, timeout: float) -> subprocess.CompletedProcess:
@@ -91,8 +93,6 @@ def _main(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
     _environ(env)
-    import_module("torch._dynamo")  # which each rank would
-
     with patch("ddp_by_hand.lm.launch.subprocess", SimpleNamespace(Popen=_Rank)):
         _begin(arguments, env)
 
