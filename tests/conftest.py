@@ -1,7 +1,6 @@
 """Fixtures shared by all rooms."""
 
 import gc
-import multiprocessing
 import os
 import signal
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from tests.support import seeds
+from tests.support import seeds, servers
 from tests.support.interpreter import Interpreter
 
 # The examples of a property follow from its name. Those of a night are others each time, and what
@@ -30,8 +29,7 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ours"))
 
-# None of these imports Triton, which some ranks want interpreted.
-multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "opacus", "pytest"])
+servers.preload()
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may not be there

@@ -120,9 +120,8 @@ def named(requirements: list[str]) -> set[str]:
     return {re.match(r"[\w-]+", needed)[0].lower().replace("_", "-") for needed in requirements}
 
 
-def imported(package: str) -> dict[str, set[str]]:
+def imported(package: str, providers: dict[str, list[str]]) -> dict[str, set[str]]:
     """Returns the distributions that the files of a package import, each with these files."""
-    providers = packages_distributions()
     found: dict[str, set[str]] = {}
     for path in (ROOT / package).rglob("*.py"):
         names = set()
@@ -142,12 +141,13 @@ def test_every_import_is_declared():
     """Packages and programs need what is installed with them, and the extras that say so."""
     core = named(PROJECT["dependencies"])
     extras = {name: named(needed) for name, needed in PROJECT["optional-dependencies"].items()}
-    libraries = imported("ddp") | imported("dp_clipping")
+    providers = packages_distributions()
+    libraries = imported("ddp", providers) | imported("dp_clipping", providers)
     beyond = {name: files for name, files in libraries.items() if name not in core}
     assert set(beyond) <= extras["transformers"] | extras["trl"] | extras["lightning"], beyond
     assert all("/integrations/" in file for files in beyond.values() for file in files), beyond
     assert core <= set(libraries), "what nothing imports is no dependency"
-    programs = imported("ddp_by_hand")
+    programs = imported("ddp_by_hand", providers)
     wanted = set(programs) | set(beyond)
     names = ("benchmark", "transformers", "trl", "matrix")
     of_programs = set().union(*(extras[name] for name in names))

@@ -29,7 +29,7 @@ FILES = {  # in the folder in which each row runs
 GIVEN = {  # words before those of a row
     "bench.main": "--device cpu",
     "examples.audit": "--seed 0 --canaries 400",
-    "examples.federated": "--checkpoint none.pt",
+    "examples.federated": "--checkpoint none.pt --clients 60 --expected 4",
     "examples.finetune": "--device cpu --epochs 2 --batch-size 8 --max-physical-batch-size 4 "
     "--length 12 --data notes.csv --column note --output-dir run",
     "examples.private_diffusion": "--device cpu --images 24 --batch-size 12 --epochs 1 --size 8 "

@@ -19,12 +19,14 @@ from ddp_by_hand.bench.worker import Benchmark
 from ddp_by_hand.measure import SCHEMA_VERSION
 from ddp_by_hand.measure.report_tables import milliseconds
 from tests.support.benchmark_command import (
+    LIMIT_S,
     PLUGINS,
     PROGRESS,
     benchmark,
     finish,
     forked_benchmark,
     launch,
+    launch_forked,
     parse,
     table_of,
     wait_for_rows,
@@ -54,11 +56,11 @@ def arguments(folder):
 def interrupted(arguments, folder):
     """The same run at a terminal, which reaches the whole process group with Ctrl-C."""
     terminal, end = pty.openpty()
-    process = launch(*arguments, stderr=end, start_new_session=True)
-    os.close(end)
+    process = launch_forked(*arguments, terminal=os.ttyname(end))
     wait_for_rows(folder, len(NAMES) + 1)
     os.killpg(process.pid, signal.SIGINT)
-    run = finish(process)
+    run = process.finish(LIMIT_S)
+    os.close(end)
     run.shown = os.read(terminal, 1 << 16).decode()
     run.rows = (folder / "results.jsonl").read_text()
     return run

@@ -9,6 +9,7 @@ import pytest
 
 from ddp import IMPLEMENTATIONS
 from ddp_by_hand.bench import main as command
+from ddp_by_hand.bench import memory
 from ddp_by_hand.bench.names import plain
 from ddp_by_hand.bench.options import EXAMPLES
 from ddp_by_hand.bench.settings import settings_from, source_digest
@@ -21,8 +22,9 @@ CPU = ["--device", "cpu"]
 
 @pytest.fixture
 def no_workers(monkeypatch, tmp_path):
-    """Any start is a failure."""
+    """Any start is a failure, and the largest model that fits is not looked for."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "machine_memory", lambda: None)
     monkeypatch.setattr(command, "run_ranks", lambda *_: pytest.fail("workers were started"))
 
 

@@ -91,8 +91,8 @@ def test_each_layer_has_its_ranges_and_the_summary_has_measured_times(profiled):
             for (start, end), whole in zip(found[name], found["backward_pass"], strict=True):
                 assert whole[0] <= start <= end <= whole[1]
     text = (profiled / "ddp_bucketed_flash_bookkeeping_width_summary.txt").read_text()
-    assert re.search(r"^norm algorithm +width$", text, re.M)
-    assert re.search(r"^tile size +16$", text, re.M)
+    assert re.search(r"^clipping\.norm_algorithm +width$", text, re.M)
+    assert re.search(r"^clipping\.tile_size +16$", text, re.M)
     assert "Plan of a private step, rank 0\n" in text
     lines = lines_of_plan(text)
     assert list(lines) == [*LAYERS, "all"]

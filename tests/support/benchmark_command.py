@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_by_hand.bench.options import PROGRAM, Options
 from ddp_by_hand.measure.options import parse_options
-from tests.support.forked import run_forked
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmark_ddp.py")
@@ -50,12 +50,18 @@ def benchmark(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
     return finish(launch(*arguments, **options))
 
 
-def forked_benchmark(
-    *arguments: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    """A tiny run to its end, in processes that need not import PyTorch."""
+def launch_forked(
+    *arguments: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None,
+    terminal: str | None = None,
+) -> Forked:  # fmt: skip
+    """Start a tiny run in processes that need not import PyTorch."""
     command = [sys.executable, SCRIPT, *TINY, *map(str, arguments)]
-    return run_forked(command, cwd, {"PYTHONPATH": str(ROOT), **os.environ, **(env or {})}, LIMIT_S)
+    return Forked(command, cwd, {"PYTHONPATH": str(ROOT), **os.environ, **(env or {})}, terminal)
+
+
+def forked_benchmark(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
+    """A tiny run to its end, in such processes."""
+    return launch_forked(*arguments, **options).finish(LIMIT_S)
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:

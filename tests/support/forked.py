@@ -12,40 +12,63 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 
+from tests.support.servers import server_for
+
+
+class Forked:
+    """A program that has begun: `[sys.executable, script, *arguments]`, in a session of its own.
+
+    `-m` and the name of a module may stand for the script. Ranks of `lm.launch` are forked too.
+
+    Args:
+        terminal: the name of one to write stderr to.
+    """
+
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], terminal: str | None = None
+    ) -> None:
+        self._command, self._folder = command, tempfile.TemporaryDirectory()
+        self._out, self._err = Path(self._folder.name, "out"), Path(self._folder.name, "err")
+        context = multiprocessing.get_context("forkserver")
+        arguments = command[1:], env, str(cwd), self._out, terminal or self._err
+        self._process = context.Process(target=_main, args=arguments)
+        with server_for(env):
+            self._process.start()
+        self.pid = self._process.pid
+
+    def finish(self, timeout: float) -> subprocess.CompletedProcess:
+        """Waits for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: after so many seconds.
+            AssertionError: when processes of the program are left.
+        """
+        with self._folder:
+            self._process.join(timeout)
+            left = session_of(self.pid)
+            for number in left:
+                os.kill(number, 9)
+            status = self._process.exitcode
+            if status is None:
+                raise subprocess.TimeoutExpired(self._command, timeout)
+            assert not left, left
+            out, err = (
+                path.read_text() if path.exists() else "" for path in (self._out, self._err)
+            )
+            return subprocess.CompletedProcess(self._command, status, out, err)
+
 
 def run_forked(
     command: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess:
-    """Runs `[sys.executable, script, *arguments]` to its end; ranks of `lm.launch` are forked too.
-
-    `-m` and the name of a module may stand for the script.
-
-    Raises:
-        subprocess.TimeoutExpired: after so many seconds.
-        AssertionError: when processes of the program are left.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_main, args=(command[1:], env, str(cwd), out, err))
-        process.start()
-        process.join(timeout)
-        left = session_of(process.pid)
-        for number in left:
-            os.kill(number, 9)
-        if process.exitcode is None:
-            raise subprocess.TimeoutExpired(command, timeout)
-        assert not left, left
-        return subprocess.CompletedProcess(
-            command, process.exitcode, out.read_text(), err.read_text()
-        )
+    """Runs a program of `Forked` to its end."""
+    return Forked(command, cwd, env).finish(timeout)
 
 
 def session_of(leader: int) -> list[int]:
@@ -61,15 +84,15 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
-def _main(arguments: Sequence[str], env: Mapping[str, str], cwd: str, out: Path, err: Path) -> None:
+def _main(
+    arguments: Sequence[str], env: Mapping[str, str], cwd: str, out: Path, err: Path | str
+) -> None:
     os.setsid()
     os.chdir(cwd)
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
     _environ(env)
-    import_module("torch._dynamo")  # which each rank would
-
     with patch("ddp_by_hand.lm.launch.subprocess", SimpleNamespace(Popen=_Rank)):
         _begin(arguments, env)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support import seeds
+from tests.support.servers import INTERPRETED
 
 
 class Interpreter:
@@ -21,8 +22,7 @@ class Interpreter:
     """
 
     def __init__(self) -> None:
-        environment = {"TRITON_INTERPRET": "1"}
-        self.ranks = seeds.Ranks(2, environment=environment, prepare=_prepare, seconds=400)
+        self.ranks = seeds.Ranks(2, environment=INTERPRETED, prepare=_prepare, seconds=400)
 
     def run(self, function: Callable, *arguments: Any) -> None:
         """Call a module-level function there; its assertions are the test's."""

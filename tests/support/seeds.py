@@ -18,6 +18,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ddp_by_hand.lm.rank_pool import Context, RankPool
+from tests.support.servers import server_for
 
 _entropy = random.Random(0)  # of its own, so that a key does not follow from `random.seed`
 _runs: Iterator[int] = itertools.count()
@@ -72,6 +73,10 @@ class Ranks(RankPool):
     ) -> None:  # fmt: skip
         super().__init__(size, device_type, **more)
         self._how = prepare, size if groups_by_all else 0
+
+    def _start(self) -> None:
+        with server_for(self.environment):
+            super()._start()
 
     def _send(self, world_size: int, function: Callable, *arguments: Any) -> Sequence[Connection]:
         return super()._send(
