@@ -92,7 +92,7 @@ ROWS = [
      EXPANSION, "zero_weights"),
     ("gradients are not compared with expanded layers", "capture/checks/expansion.py",
      "self._seen += _gradients(found, capture.parameters)", "pass", EXPANSION,
-     "bookkeeping and factor"),
+     "zero and factor"),
     ("a difference in 16 bits is rounding", "capture/checks/expansion.py",
      "return _Run(capture, (args, kwargs), shared, plain).is_like(plain)", "return True", EXPANSION,
      "16_bits"),

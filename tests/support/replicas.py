@@ -19,7 +19,13 @@ from dp_clipping import PrivacyEngine
 from dp_clipping.clipping.coefficients import MARGIN
 from dp_clipping.model import PrivateModel
 from tests.ddp.conftest import COPY_ENGINE, CPU_COPY_ENGINE, HAND_BUILT
-from tests.dp_clipping.conftest import assert_close, gradients_of, private_loss, unchecked
+from tests.dp_clipping.conftest import (
+    assert_close,
+    gradients_of,
+    private_loss,
+    skip_all_checks,
+    unchecked,
+)
 from tests.support import zoo
 from tests.support.beside import small_buckets
 from tests.support.engine import endless
@@ -137,13 +143,14 @@ def build(
     accountant: str = "rdp",
     module: nn.Module | None = None,
     secure_mode: bool = False,
+    looks: bool = False,
     **changes: Any,
 ) -> SimpleNamespace:
     """What `make_private` returns on this rank, or in a process without ranks.
 
     A sample's last entry is its number. `seed` fixes the keys; None draws them. `shard`: takes the
-    place of a data-parallel variant; `module`: of the case's own. On ranks nobody looks whether
-    samples see each other, which takes longer than a step.
+    place of a data-parallel variant; `module`: of the case's own. `looks`: whether samples of the
+    first batch see each other, which takes longer than a step.
     """
     case = zoo.BY_NAME[name]
     device = torch.device("cpu") if context is None else context.device
@@ -176,8 +183,10 @@ def build(
             data_loader=DataLoader(dataset, batch_size=batch_size, sampler=sampler),
             **arguments,
         )
-    if context is not None:
+    if looks:
         private_optimizer.model.skip_checks()
+    elif arguments.get("grad_sample_mode") != "no_dp":
+        skip_all_checks(private_optimizer.model)
     return SimpleNamespace(
         engine=engine,
         model=model,

@@ -23,6 +23,10 @@ from tests.support.servers import server_for
 _entropy = random.Random(0)  # of its own, so that a key does not follow from `random.seed`
 _runs: Iterator[int] = itertools.count()
 
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():  # torch.manual_seed would format its caller's stack for each
+        _devices.manual_seed_all = lambda seed: None
+
 
 def seed_of(name: str, offset: int) -> int:
     """Returns the seed of a test, below 2³²."""

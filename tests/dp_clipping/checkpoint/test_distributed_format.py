@@ -4,13 +4,11 @@ import os
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import TensorDataset
 
 from ddp_by_hand.lm.rank_pool import Context
@@ -19,27 +17,19 @@ from dp_clipping.checkpoint import file_format
 from dp_clipping.checkpoint import tensors as checkpoint_tensors
 from dp_clipping.checkpoint.file_format import digest_of, key_path, write_sealed
 from dp_clipping.noise.keys import read_keys
-from tests.dp_clipping.conftest import skip_all_checks
 from tests.support import engine, zoo
 from tests.support.on_ranks import on_ranks
+from tests.support.ranks import fsdp1, fsdp2
 from tests.support.replicas import build, train
 from tests.support.saved_runs import load, save
-from tests.support.sharded_steps import shard_fsdp2, whole
+from tests.support.sharded_steps import whole
 
 BEFORE, AFTER = 3, 3  # steps
 
 
 def start(context: Context, **options):
     """A run on FSDP2."""
-
-    def sharded(network: nn.Module) -> nn.Module:
-        mesh = DeviceMesh.from_group(context.group, context.device.type)
-        return shard_fsdp2(network, "block", mesh)
-
-    run = build(context, name="transformer", shard=sharded, **options)
-    if options.get("grad_sample_mode") != "no_dp":
-        skip_all_checks(run.model)  # which take longer than the steps
-    return run
+    return build(context, name="transformer", shard=partial(fsdp2, context), **options)
 
 
 def values(run) -> list[torch.Tensor]:
@@ -285,28 +275,23 @@ def test_ranks_that_know_nothing_of_each_other(cpu_ranks, path):
     assert not path.exists()
 
 
-def fsdp1(context: Context, path: Path) -> None:
-    def sharded(network: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(
-            network, process_group=context.group, use_orig_params=True, device_id=context.device
-        )
-
-    run = build(context, name="transformer", shard=sharded, grad_sample_mode="no_dp")
+def on_fsdp1(context: Context, path: Path) -> None:
+    shard = partial(fsdp1, context)
+    run = build(context, name="transformer", shard=shard, grad_sample_mode="no_dp")
     for action in (save, load):
         with pytest.raises(ValueError, match=r"\(FSDP1\) are not supported: .*fully_shard"):
             action(run, path)
 
 
 def test_fsdp1_is_refused(cpu_ranks, path):
-    cpu_ranks.run(2, fsdp1, path)
+    cpu_ranks.run(2, on_fsdp1, path)
     assert not path.exists()
 
 
 def adamw(context: Context, groups: int):
     """Its state has a count of steps beside two moments; with two groups, of other settings."""
     case = zoo.BY_NAME["transformer"]
-    mesh = DeviceMesh.from_group(context.group, context.device.type)
-    network = shard_fsdp2(case.build(), "block", mesh)
+    network = fsdp2(context, case.build())
     some = list(network.parameters())
     given = some if groups == 1 else [{"params": some[:3]}, {"params": some[3:], "lr": 0.02}]
     run = engine.build(

@@ -5,19 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
-from ddp_by_hand.lm.parallel import parallelize
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping.distributed.agreement import Agreement
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
-from tests.support.meshes import square
 from tests.support.on_ranks import on_ranks
+from tests.support.ranks import fsdp1, fsdp2, fsdp2_x_tensor, tensor
 from tests.support.replicas import build, train
-from tests.support.sharded_steps import shard_fsdp2
 
 
 def step(run, change: Callable | None = None) -> None:
@@ -122,25 +117,6 @@ def test_a_step_is_taken_when_ranks_agree_again(context: Context, variant: str) 
     assert run.engine.accountant.history[-1][0] == 0.9
 
 
-def fsdp1(context: Context, network: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(
-        network, process_group=context.group, use_orig_params=True, device_id=context.device
-    )
-
-
-def fsdp2(context: Context, network: nn.Module) -> nn.Module:
-    return shard_fsdp2(network, "block", DeviceMesh.from_group(context.group, "cpu"))
-
-
-def tensor(context: Context, network: nn.Module) -> nn.Module:
-    mesh = DeviceMesh.from_group(context.group, "cpu", mesh_dim_names=("tensor",))
-    return parallelize(network, mesh)
-
-
-def data_and_tensor(_: Context, network: nn.Module) -> nn.Module:
-    return parallelize(network, square("data", "tensor"))
-
-
 def on_a_mesh(context: Context, shard: Callable) -> None:
     run = build(context, shard=partial(shard, context), name="transformer")
     train(run, 1)
@@ -154,7 +130,7 @@ def on_a_mesh(context: Context, shard: Callable) -> None:
     [
         (2, fsdp1),
         (2, fsdp2),
-        (4, data_and_tensor),
+        (4, fsdp2_x_tensor),
         pytest.param(2, tensor, marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "__name__", x),

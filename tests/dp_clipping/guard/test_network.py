@@ -153,7 +153,7 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), in_turn(MIXING, (2, 3, 4, 9), fast=2))
+@pytest.mark.parametrize(("name", "size"), in_turn(MIXING, (2, 3, 4, 9)))
 def test_a_network_that_mixes_samples_is_refused(name, size):
     function, layer = MIXING[name]
     network = zoo.seeded(lambda: Function(function))
@@ -308,7 +308,7 @@ APART = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(APART, (torch.float32, torch.bfloat16, torch.float64), fast=2)
+    ("name", "dtype"), in_turn(APART, (torch.float32, torch.bfloat16, torch.float64))
 )
 def test_a_network_that_keeps_samples_apart_is_not(name, dtype):
     for size in (2, 5, 16):

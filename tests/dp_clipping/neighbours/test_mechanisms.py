@@ -23,7 +23,7 @@ EXAMPLES, EXPECTED, C, CLASSES = 9, 4, 0.7, 3
 USERS = [0, 1, 2, 3, 0, 2, 3, 4, 4]  # the last one has two examples
 POISSON = {"sample_rate": 0.6, "steps": 4}
 CYCLE = {"steps": 2}
-FAST = 2  # kinds of units, others for the next noise
+FAST = 1  # kinds of units, others for the next noise
 EPOCHS = 2  # of samplings that have epochs
 
 

@@ -72,7 +72,7 @@ STYLES = {"bookkeeping-5": ("bookkeeping", 5), "ghost-1": ("ghost", 1),
           "ghost-5": ("ghost", 5), "bookkeeping-1": ("bookkeeping", 1)}  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "style"), in_turn(WAYS, STYLES, fast=2))
+@pytest.mark.parametrize(("way", "style"), in_turn(WAYS, STYLES))
 def test_shared_values_keep_their_shape(way, style):
     mode, size = style
     assert_exact(network(WAYS[way]), batch(size), mode)

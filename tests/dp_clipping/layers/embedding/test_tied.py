@@ -1,5 +1,6 @@
 """A weight that looks up and multiplies: norms and sums beside those of G in float64."""
 
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -107,15 +108,17 @@ def test_products_and_look_ups_that_cancel(place: Place) -> None:
     below = 0
     shapes = [(3, 6, 7, 5), (3, 3, 40, 32), (2, 70, 9, 33)]
     shapes += [(2, 300, 500, 256), (2, 1500, 64, 640)] if place.tile is None else []
-    for shape in shapes:
-        for seed, epsilon in enumerate((0, 2.0**-20, 2.0**-12, 2.0**-6)):
-            factors = tokens_of(*cancelling(place, shape, epsilon, seed))
-            norm = factors.norm()
-            bounds = bound_of(norm)
-            for i, only in enumerate(torch.eye(shape[0], device=place.device)):
-                found = factors.weighted_sum(only).double().norm()
-                assert found <= bounds[i] * (1 + 1e-6)
-                below += int(norm.squared[i].double() < found.square() * (1 - 1e-3))
+    cases = [*product(shapes, enumerate((0, 2.0**-20, 2.0**-12, 2.0**-6)))]
+    if place.tile is not None:  # the interpreter has half of them, others in each dtype
+        cases = cases[place.dtype == torch.float16 :: 2]
+    for shape, (seed, epsilon) in cases:
+        factors = tokens_of(*cancelling(place, shape, epsilon, seed))
+        norm = factors.norm()
+        bounds = bound_of(norm)
+        for i, only in enumerate(torch.eye(shape[0], device=place.device)):
+            found = factors.weighted_sum(only).double().norm()
+            assert found <= bounds[i] * (1 + 1e-6)
+            below += int(norm.squared[i].double() < found.square() * (1 - 1e-3))
     assert below, "the terms by themselves would do"
 
 

@@ -113,7 +113,7 @@ STYLES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "style"), in_turn(ONE_BY_ONE, STYLES, fast=4))
+@pytest.mark.parametrize(("name", "style"), in_turn(ONE_BY_ONE, STYLES, fast=3))
 def test_one_sample_after_another(name, style):
     mode, options = style
     make, shape = ONE_BY_ONE[name]

@@ -215,7 +215,7 @@ STYLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), in_turn(NETWORKS, STYLES, fast=2))
+@pytest.mark.parametrize(("name", "options"), in_turn(NETWORKS, STYLES))
 def test_state_of_one_step_trains(name, options):
     assert_exact_in_each(NETWORKS[name](), (3, 4), **options)
 

@@ -238,7 +238,7 @@ def test_what_else_is_computed_runs_under_vmap(name):
     assert handle.operations is None
 
 
-@pytest.mark.parametrize(("name", "mode"), in_turn(CHECKPOINTED, MODES, fast=2))
+@pytest.mark.parametrize(("name", "mode"), in_turn(CHECKPOINTED, MODES))
 def test_what_is_computed_again_in_backward(name, mode):
     build, shape = CHECKPOINTED[name]
     check(*twins(build), shape, mode, steps=2)
@@ -317,7 +317,7 @@ OTHERWISE = {
 @pytest.mark.parametrize(
     "run", [lambda n, x: n.linear(x) * n.w, into_a_row], ids=["whole batch", "vmap"]
 )
-@pytest.mark.parametrize(("name", "mode"), in_turn(OTHERWISE, MODES, fast=2))
+@pytest.mark.parametrize(("name", "mode"), in_turn(OTHERWISE, MODES))
 def test_a_module_that_asks_which_parameter_it_has_is_refused(name, run, mode):
     """Refuses it where results differ, and where gradients alone do."""
     network = nn.Sequential(nn.Linear(5, 5), Asking(run, **OTHERWISE[name])).double()

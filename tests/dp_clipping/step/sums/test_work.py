@@ -32,6 +32,7 @@ from tests.dp_clipping.conftest import (
     trained,
 )
 from tests.support import zoo
+from tests.support.turns import in_turn
 
 BATCH, SHAPE, SIZE = 2, (2, 4), 8
 EACH = BATCH * SIZE * 4  # bytes of what one parameter's use leaves
@@ -496,8 +497,9 @@ ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "squares_o
                "clip_coefficients": 1, "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["flash_bookkeeping", "flash"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize(
+    ("mode", "clipping"), in_turn(["flash_bookkeeping", "flash"], ["flat", "per_layer"])
+)
 def test_a_launch_serves_all_layers(interpreter, mode, clipping):
     interpreter.run(check_launches, "blocks", mode, clipping, ONE_OF_EACH)
     expected = {"token_sums": 1, "clip_coefficients": 1, "weighted_sums": 1}
