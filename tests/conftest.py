@@ -16,7 +16,6 @@ import hypothesis
 import pytest
 import torch
 from hypothesis.database import DirectoryBasedExampleDatabase
-from hypothesis.internal.conjecture import providers
 
 from tests.support import seeds, servers
 from tests.support.interpreter import Interpreter
@@ -29,10 +28,6 @@ hypothesis.settings.register_profile(
     database=DirectoryBasedExampleDatabase(".hypothesis/nightly"),
 )  # fmt: skip
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ours"))
-if "HYPOTHESIS_PROFILE" not in os.environ:
-    # Else an example may be a constant of any module that this selection of tests has imported,
-    # which takes more than a second to look for.
-    providers._get_local_constants = lambda: providers._local_constants
 
 servers.preload()
 
