@@ -52,7 +52,9 @@ class CollateWithEmpty:
         if isinstance(one, PackedSequence):
             return PackedSequence(*(x if x is None else x.new_empty(0, *x.shape[1:]) for x in one))
         if isinstance(one, Tensor | np.ndarray) and one.ndim > 0:
-            dim = min(self.batch_dim, one.ndim - 1)  # labels have one dimension in any case
+            dim = growing_dim(one, two, self.batch_dim)
+            if dim is None:  # the same for all samples, as a mask [T, T]
+                return _zeros(one)
             shape = (*one.shape[:dim], 0, *one.shape[dim + 1 :])
             # New ones: a slice would keep the sample's storage.
             return one.new_empty(shape) if isinstance(one, Tensor) else np.empty(shape, one.dtype)
@@ -114,7 +116,7 @@ class PaddedCollate:
         return _map_entries(lambda *entries: self._padded(samples, *entries), batch, one, two)
 
     def _padded_rows(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
-        dim = min(self.batch_dim, one.ndim - 1)
+        dim = growing_dim(one, two, self.batch_dim)
         if (one.shape[dim], two.shape[dim], batch.shape[dim]) != (1, 2, max(1, samples)):
             what = f"a tensor of shape {tuple(batch.shape)}"
             raise ValueError(PADDED.format(what=what, count=max(1, samples)))
@@ -123,6 +125,16 @@ class PaddedCollate:
         if isinstance(batch, Tensor):
             return torch.cat((batch, batch.new_zeros(shape)), dim)
         return np.concatenate((batch, np.zeros(shape, batch.dtype)), dim)
+
+
+def growing_dim(one: Any, two: Any, batch_dim: int) -> int | None:
+    """Returns the dimension that counts the samples, from tensors or arrays of one and of two.
+
+    It is `batch_dim` if that one grows. Labels may have one dimension less than inputs, and a loop
+    may exchange two of them after the loader. None: none grows.
+    """
+    grown = [dim for dim, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n != m]
+    return batch_dim if batch_dim in grown else next(iter(grown), None)
 
 
 PADDED = (

@@ -54,6 +54,25 @@ def test_the_batch_may_be_the_second_dimension():
     assert labels.shape == (0,)
 
 
+def test_it_is_the_dimension_that_grows():
+    """A loop may transpose what a loader makes for `batch_first=False`, and labels may not be."""
+    sample = torch.ones(5, 3), torch.ones(5)
+    x, labels = empty_of(default_collate, sample, batch_dim=1)
+    assert (x.shape, labels.shape) == ((0, 5, 3), (0, 5))
+    x, labels = padded(default_collate, [sample], batch_dim=1)([sample])
+    assert (x.shape, labels.shape) == ((4, 5, 3), (4, 5))
+
+
+def test_what_is_the_same_for_all_samples_keeps_its_shape():
+    def masked(samples):
+        return torch.stack(samples), torch.ones(3, 3), np.ones((1, 3))
+
+    x, mask, positions = empty_of(masked, torch.ones(3))
+    assert (x.shape, mask.shape, positions.shape) == ((0, 3), (3, 3), (1, 3))
+    assert not mask.any()
+    assert not positions.any()
+
+
 def test_a_list_of_samples_is_empty_and_structure_stays():
     def lists(samples):
         return {"names": [n for n, _ in samples], "pair": Pair(torch.ones(len(samples), 2), "mean"),
