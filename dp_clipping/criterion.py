@@ -152,6 +152,8 @@ class PrivateCriterion(nn.Module):
             losses = losses.view(shape[0], shape[1])
         if self._is_ctc:
             return losses / _lengths_of_targets(*args, **kwargs).to(losses).clamp_min(1)
+        if losses.dim() == 0 and hasattr(self.criterion, "reduction"):
+            return losses.view(1)  # of a batch of one sample, whose outputs were squeezed
         if losses.dim() < 2:
             return losses
         total = losses.flatten(1).sum(1)

@@ -146,7 +146,9 @@ class Search:
 
     def _join(self) -> None:
         """Joins the parameters of layers that share one, or are used several times."""
-        several = {r for r, count in self._uses.items() if count > 1 or self._joins_all}
+        several = {
+            r for r, count in self._uses.items() if count > 1 or r.is_reused or self._joins_all
+        }
         looked_up: set[Trainable] = set()
         others: set[Trainable] = set()
         joints: list[set[Trainable]] = []

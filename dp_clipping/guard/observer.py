@@ -239,11 +239,12 @@ class _Calls:
             rows = local(gradient)
             if packed is not None:
                 rows = all_tokens(packed._replace(data=rows))
-            self.seen.add(handle.name, "gradient", summary(rows, layout, self._size))
+            self.seen.add(handle.name, "gradient", summary(rows, layout, self._size), number)
             return gradient
 
         y = _rounded(y, self._rounding) + self._trigger(y)
         if y.requires_grad:
+            number = self.seen.number(handle.name, "gradient")
             y.register_hook(arrived)
             y = y.view_as(y)  # hooks of the user's on the output run before this one
         return y

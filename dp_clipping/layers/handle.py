@@ -112,7 +112,12 @@ def forward_of(kind: str, first_call: Callable[..., Any]) -> Callable[..., Any]:
         weight = own["weight"] if "weight" in own else parameters["weight"]  # FSDP1 lays it over
         bias = own["bias"] if "bias" in own else parameters.get("bias")
         record = site.records[0]
-        trigger = record.trigger if record.joint is None else private_step.trigger(record)
+        if record.joint is None and record not in private_step.used:
+            if torch.is_grad_enabled():
+                private_step.used.add(record)
+            trigger = record.trigger
+        else:
+            trigger = private_step.trigger(record)
         bias = None if bias is None else bias.detach()
         return site.run(x, weight.detach(), bias, trigger, None, (site, private_step, site.options))
 

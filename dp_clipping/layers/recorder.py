@@ -50,6 +50,7 @@ class Trainable:
         sum_dtype: of its clipped sum.
         trigger: the leaf that makes autograd visit what uses it.
         joint: parameters, this one too, whose uses are joined; None: it has one use.
+        is_reused: a step has used it several times, whatever the search for samples has seen.
     """
 
     parameter: Parameter
@@ -61,6 +62,7 @@ class Trainable:
     sum_dtype: torch.dtype
     trigger: Tensor
     joint: Joint | None = None
+    is_reused: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.trials.holders import held_by, holding
 
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class CollateWithEmpty:
     """A collate function that also makes a batch of no samples: `empty`, made once.
@@ -52,7 +54,9 @@ class CollateWithEmpty:
         if isinstance(one, PackedSequence):
             return PackedSequence(*(x if x is None else x.new_empty(0, *x.shape[1:]) for x in one))
         if isinstance(one, Tensor | np.ndarray) and one.ndim > 0:
-            dim = min(self.batch_dim, one.ndim - 1)  # labels have one dimension in any case
+            dim = growing_dim(one, two, self.batch_dim)
+            if dim is None:  # the same for all samples, as a mask [T, T]
+                return _zeros(one)
             shape = (*one.shape[:dim], 0, *one.shape[dim + 1 :])
             # New ones: a slice would keep the sample's storage.
             return one.new_empty(shape) if isinstance(one, Tensor) else np.empty(shape, one.dtype)
@@ -74,7 +78,8 @@ class PaddedCollate:
     """A collate function whose batches have `rows` samples each: zeros follow those that are given.
 
     Zeros, since they say nothing about anybody, and most networks can compute with them; what comes
-    of them is left out. Two collated copies of `sample` beside one tell which tensors, arrays and
+    of them is left out. Where a sample has one whole number it is 1: it may be a length, and no
+    sequence has none. Two collated copies of `sample` beside one tell which tensors, arrays and
     lists grow with the samples: zeros (empty strings, None) follow in these, all else stays. So all
     batches have one shape if `collate_fn` gives one shape for one number of samples: sequences must
     be padded to a fixed length. Without samples a batch is zeros in the shape of `sample`.
@@ -107,22 +112,38 @@ class PaddedCollate:
                 raise ValueError(
                     PADDED.format(what=f"a list of {len(batch)}", count=max(1, samples))
                 )
-            rest = [_zeros(copy.deepcopy(one[0])) for _ in range(self.rows - samples)]
+            is_length = type(one[0]) is int
+            rest = [
+                1 if is_length else _zeros(copy.deepcopy(one[0]))
+                for _ in range(self.rows - samples)
+            ]
             return type(batch)([*batch[:samples], *rest])
         if isinstance(one, Tensor | np.ndarray):
             return batch if samples else _zeros(batch)
         return _map_entries(lambda *entries: self._padded(samples, *entries), batch, one, two)
 
     def _padded_rows(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
-        dim = min(self.batch_dim, one.ndim - 1)
+        dim = growing_dim(one, two, self.batch_dim)
         if (one.shape[dim], two.shape[dim], batch.shape[dim]) != (1, 2, max(1, samples)):
             what = f"a tensor of shape {tuple(batch.shape)}"
             raise ValueError(PADDED.format(what=what, count=max(1, samples)))
         batch = batch[(slice(None),) * dim + (slice(samples),)]
         shape = (*batch.shape[:dim], self.rows - samples, *batch.shape[dim + 1 :])
         if isinstance(batch, Tensor):
-            return torch.cat((batch, batch.new_zeros(shape)), dim)
-        return np.concatenate((batch, np.zeros(shape, batch.dtype)), dim)
+            is_length = batch.dim() == 1 and batch.dtype in WHOLE
+            return torch.cat((batch, batch.new_full(shape, int(is_length))), dim)
+        is_length = batch.ndim == 1 and np.issubdtype(batch.dtype, np.integer)
+        return np.concatenate((batch, np.full(shape, int(is_length), batch.dtype)), dim)
+
+
+def growing_dim(one: Any, two: Any, batch_dim: int) -> int | None:
+    """Returns the dimension that counts the samples, from tensors or arrays of one and of two.
+
+    It is `batch_dim` if that one grows. Labels may have one dimension less than inputs, and a loop
+    may exchange two of them after the loader. None: none grows.
+    """
+    grown = [dim for dim, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n != m]
+    return batch_dim if batch_dim in grown else next(iter(grown), None)
 
 
 PADDED = (

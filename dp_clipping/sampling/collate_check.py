@@ -24,6 +24,7 @@ from dp_clipping.sampling.alone import (
     collated_alone,
     copied,
 )
+from dp_clipping.sampling.collate import growing_dim
 from dp_clipping.trials.holders import held_by
 from dp_clipping.trials.perturb import Perturbed, replaced
 from dp_clipping.trials.randomness import RandomStates
@@ -334,10 +335,9 @@ def _growing(
         padded, lengths = pad_packed_sequence(batch, batch_first=True)
         yield path, [_row(x[:n]) for x, n in zip(padded, lengths, strict=True)]
     elif isinstance(one, Tensor | np.ndarray):
-        own = min(dim, one.ndim - 1)
-        grown = [n for n in range(one.ndim) if one.shape[n] != two.shape[n]]
-        if grown and type(one) is type(batch):
-            yield path, [_row(x) for x in _unbound(batch, own if own in grown else grown[0])]
+        own = growing_dim(one, two, dim)
+        if own is not None and type(one) is type(batch):
+            yield path, [_row(x) for x in _unbound(batch, own)]
     elif isinstance(one, Mapping):
         for key in one:
             if key in two and key in batch:

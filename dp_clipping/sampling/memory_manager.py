@@ -78,14 +78,15 @@ class BatchMemoryManager(Uncopied, DataLoader):
     microbatches, all have three, some of them perhaps empty, if all pass the same
     `max_physical_batch_size`. A batch without samples is one empty microbatch.
 
-    With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the samples
-    (`collate.PaddedCollate`), of which the yielded loader's `real` says how many there are. The
-    network and the criterion compute with these rows, and nothing comes of them: their coefficients
-    are 0, whatever their losses and gradients are, they are in no norm and no count, and a private
-    loss prints the mean of the samples alone. (Mode `no_dp`, which has no coefficients, leaves
-    their losses out.) What a loop computes of outputs by itself, an accuracy say, has these rows
-    too: `outputs[: loader.real]`. Each forward takes a whole microbatch. Kernels then see one shape
-    only, so no sample's gradient depends, in the last bits, on how many others were sampled.
+    With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the
+    samples, or 1 where each has a whole number, as a length (`collate.PaddedCollate`). The yielded
+    loader's `real` says how many samples there are. The network and the criterion compute with
+    these rows, and nothing comes of them: their coefficients are 0, whatever their losses and
+    gradients are, they are in no norm and no count, and a private loss prints the mean of the
+    samples alone. (Mode `no_dp`, which has no coefficients, leaves their losses out.) What a loop
+    computes of outputs by itself, an accuracy say, has these rows too: `outputs[: loader.real]`.
+    Each forward takes a whole microbatch. Kernels then see one shape only, so no sample's gradient
+    depends, in the last bits, on how many others were sampled.
 
     A PoissonLoader's `on_batch` is called before the first microbatch of a Poisson batch. Ending
     the iteration in the middle of a batch (`break`, an exception) drops its sums with a warning, so

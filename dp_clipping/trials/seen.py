@@ -71,8 +71,18 @@ class Seen:
     is_random: bool = False
     _calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def add(self, name: str, what: str, summary: Summary) -> None:
-        """Adds what a call of a layer shows, under name, what it is, and number of the call."""
+    def number(self, name: str, what: str) -> int:
+        """Returns the number of the next call of a layer that shows this."""
         number = self._calls.get((name, what), 0)
         self._calls[name, what] = number + 1
+        return number
+
+    def add(self, name: str, what: str, summary: Summary, number: int | None = None) -> None:
+        """Adds what a call of a layer shows, under name, what it is, and number of the call.
+
+        Args:
+            number: of the call whose gradient arrives, since backward comes to the last one first,
+                and another run may have more of them; None: the next one.
+        """
+        number = self.number(name, what) if number is None else number
         self.summaries[name, what, number] = summary

@@ -92,6 +92,23 @@ def test_losses_of_tokens_are_reduced_over_those_that_count(model):
     assert loss.item() == pytest.approx(sum(apart).item())
 
 
+@pytest.mark.parametrize("mode", ["no_dp", "bookkeeping"])
+def test_one_sample_may_be_squeezed(mode):
+    """`squeeze()` takes a dimension of one sample too, and its loss is a number."""
+    model = private(zoo.linear(3, 1), mode)
+    criterion, x, y = (
+        PrivateCriterion(model, nn.MSELoss(), "mean"),
+        torch.randn(4, 3),
+        torch.ones(4),
+    )
+    for size in (4, 1):
+        outputs = model(x[:size])
+        loss = criterion(outputs.squeeze(), y[:size].squeeze())
+        assert loss.item() == pytest.approx(nn.MSELoss()(outputs[:, 0], y[:size]).item())
+        loss.backward()
+        model.zero_grad()
+
+
 def test_a_mean_over_the_batch_adds_up_entries(model):
     """Adds up a sample's entries, as PyTorch recommends for KLDivLoss."""
     x, targets = torch.randn(2, 3), torch.randn(2, 2).softmax(1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
@@ -52,6 +52,25 @@ def test_the_batch_may_be_the_second_dimension():
     x, labels = empty_of(time_major, (torch.ones(5, 3), 1), batch_dim=1)
     assert x.shape == (5, 0, 3)
     assert labels.shape == (0,)
+
+
+def test_it_is_the_dimension_that_grows():
+    """A loop may transpose what a loader makes for `batch_first=False`, and labels may not be."""
+    sample = torch.ones(5, 3), torch.ones(5)
+    x, labels = empty_of(default_collate, sample, batch_dim=1)
+    assert (x.shape, labels.shape) == ((0, 5, 3), (0, 5))
+    x, labels = padded(default_collate, [sample], batch_dim=1)([sample])
+    assert (x.shape, labels.shape) == ((4, 5, 3), (4, 5))
+
+
+def test_what_is_the_same_for_all_samples_keeps_its_shape():
+    def masked(samples):
+        return torch.stack(samples), torch.ones(3, 3), np.ones((1, 3))
+
+    x, mask, positions = empty_of(masked, torch.ones(3))
+    assert (x.shape, mask.shape, positions.shape) == ((0, 3), (3, 3), (1, 3))
+    assert not mask.any()
+    assert not positions.any()
 
 
 def test_a_list_of_samples_is_empty_and_structure_stays():
@@ -140,7 +159,9 @@ def test_zeros_follow_the_samples(count):
     for found, expected in zip((x, label, array), whole, strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert torch.equal(found[:count], expected[:count])
-        assert not found[count:].any()
+    assert not x[count:].any()
+    assert not array[count:].any()
+    assert (label[count:] == 1).all()
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -171,7 +192,19 @@ def test_the_samples_may_be_in_the_second_dimension():
     x, labels = padded(time_major, samples, batch_dim=1)(samples)
     assert x.shape == (5, 4, 3)
     assert x.sum((0, 2)).tolist() == [15.0, 15.0, 0.0, 0.0]
-    assert labels.tolist() == [1, 1, 0, 0]
+    assert labels.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+@pytest.mark.parametrize("count", [0, 2])
+def test_lengths_are_never_zero(kind, count):
+    """`pack_padded_sequence` takes no sequence without an element."""
+    samples = [torch.ones(3), torch.ones(2)]
+    x, lengths = padded(
+        lambda s: (pad_sequence(s, batch_first=True), kind([len(x) for x in s])), samples
+    )(samples[:count])
+    assert list(lengths) == [3, 2][:count] + [1] * (4 - count)
+    assert not x[count:].any()
 
 
 def test_rows_that_are_no_samples_are_refused():
