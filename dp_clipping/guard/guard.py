@@ -238,6 +238,8 @@ class LayoutDiscovery:
         finally:
             self._search.parted.clear()
         self._looked_at = max(1, size)
+        # Fewer calls than before may be parts of a larger batch.
+        self._schedule.every_larger = any([one.flattened > 1 for one in self._capture.handles])
 
     def _establish(self, arguments: list[tuple]) -> None:
         """Finds the layouts, and how modules run that compute with parameters of their own.
@@ -332,10 +334,12 @@ class LayoutDiscovery:
         self._company.refuse(None if batch.bags else self.constants.changed(batch))
         with Restored(self.carried.state, carries, is_of_runs=alone):
             number, is_whole = self._schedule.next_check(batch.size)
+            self._schedule.is_open = alone  # until it has passed: ranks may fail one by one
             if places:
                 self._check_places(batch)
             else:
                 self._company.check_batch(batch, number, is_whole)
+            self._schedule.passed(batch.size)
         return number if batch.size >= FEW else None
 
     def _check_places(self, batch: Batch) -> None:

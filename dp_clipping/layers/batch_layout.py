@@ -128,17 +128,21 @@ class LayoutUnknown(Exception):
     def on_ranks(self) -> ValueError:
         """Returns the error for a sharded model."""
         return ValueError(
-            f"{self} is called in a way that was not seen in the first batch, or returns other "
-            "tensors, and other ranks cannot repeat the search now: call "
+            f"{str(self) or 'the network'} is called in a way that was not seen in the first "
+            "batch, or returns other tensors, and other ranks cannot repeat the search now: call "
             "model.reset_batch_layouts() on every rank before a forward that differs"
         )
 
     def lasting(self) -> ValueError:
         """Returns the error where further searches have not helped."""
         return ValueError(
-            f"{self} is called in a way that depends on more than the batch: where its samples are "
-            "cannot be established"
+            f"{str(self) or 'the network'} is called in a way that depends on more than the "
+            "batch: where its samples are cannot be established"
         )
+
+
+class UsedMore(LayoutUnknown):
+    """A layer, or a parameter, is used more often than before, which no search has looked for."""
 
 
 class NeedsVmap(ValueError):
@@ -369,7 +373,7 @@ def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
     another search finds as many calls, the layer has all samples in each, as in a longer loop.
 
     Raises:
-        LayoutUnknown: it is called more often than before, and no search has looked for that.
+        UsedMore: it is called more often than before, and no search has looked for that.
         SomeSamples: it may have those of some samples.
         ValueError: it has more rows.
     """
@@ -382,7 +386,7 @@ def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
         handle.calls += step is None or step.is_in_forward
         if handle.calls > max(handle.flattened, handle.sought):
             handle.sought = handle.calls
-            raise LayoutUnknown(handle.name)
+            raise UsedMore(handle.name)
         if handle.calls > handle.flattened:
             fact = f"is called more often for a batch of {batch_size} samples than before"
     if fact:  # no other code reads the name, which compiled code would be made for

@@ -55,8 +55,9 @@ class CollateWithEmpty:
             return PackedSequence(*(x if x is None else x.new_empty(0, *x.shape[1:]) for x in one))
         if isinstance(one, Tensor | np.ndarray) and one.ndim > 0:
             dim = growing_dim(one, two, self.batch_dim)
-            if dim is None:  # the same for all samples, as a mask [T, T]
+            if dim is None and one.ndim == two.ndim:  # the same for all, as a mask [T, T]
                 return _zeros(one)
+            dim = 0 if dim is None else dim  # of one sample that is squeezed
             shape = (*one.shape[:dim], 0, *one.shape[dim + 1 :])
             # New ones: a slice would keep the sample's storage.
             return one.new_empty(shape) if isinstance(one, Tensor) else np.empty(shape, one.dtype)

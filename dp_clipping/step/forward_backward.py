@@ -22,7 +22,7 @@ from dp_clipping.guard.carried import LeftInArguments
 from dp_clipping.guard.guard import LayoutDiscovery
 from dp_clipping.guard.losses import Watched, viewed
 from dp_clipping.kernels.launch.tiles import available, on_device
-from dp_clipping.layers.batch_layout import LayoutUnknown, SomeSamples
+from dp_clipping.layers.batch_layout import LayoutUnknown, SomeSamples, UsedMore
 from dp_clipping.layers.vmap.refusals import escape_of, recomputation_of
 from dp_clipping.modes import say_plain
 from dp_clipping.planning.plan import Plans
@@ -203,7 +203,7 @@ class ForwardBackward:
                         output = module(*inputs.args, **inputs.kwargs)
                 except (LayoutUnknown, SomeSamples) as error:
                     look = self._look_again(error, searches, inputs.seen)
-                    searches += 1
+                    searches += not isinstance(error, UsedMore)  # which is once a layer
                 except BaseException as raised:
                     self.recover()
                     error = escape_of(raised) or raised
@@ -238,7 +238,7 @@ class ForwardBackward:
         if self.capture.sharding is not None:
             self.recover()
             raise error.on_ranks() from error
-        if searches == 2:
+        if searches == 3:
             raise error.lasting() from error
         if isinstance(error, SomeSamples):  # without frames, which hold what forward has computed
             return partial(self._establishment.check, batch, error.with_traceback(None))

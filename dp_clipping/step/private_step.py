@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from dp_clipping.capture.checks.terms import AFTER_NOISE, THROUGH, penalized, warn_of_others
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.kernels.launch import tiles
-from dp_clipping.layers.batch_layout import LayoutUnknown
+from dp_clipping.layers.batch_layout import UsedMore
 from dp_clipping.layers.recorder import DENSE, Accumulate, Joint, Trainable
 from dp_clipping.modes import Policy
 from dp_clipping.profiling.profile import NOTHING
@@ -179,14 +179,14 @@ class PrivateStep:
         """Returns the input that makes autograd visit a use of a parameter: see `Joint`.
 
         Raises:
-            LayoutUnknown: it has been used in this forward, and its uses are not joined yet.
+            UsedMore: it has been used in this forward, and its uses are not joined yet.
         """
         joint = record.joint
         if joint is None:
             if torch.is_grad_enabled():
                 if record in self.used and self.is_in_forward:  # checkpointing runs it again later
-                    record.is_reused = True
-                    raise LayoutUnknown(record.name)
+                    record.is_reused = self.capture.sharding is None  # or ranks would differ
+                    raise UsedMore(record.name)
                 self.used.add(record)
             return record.trigger
         if joint not in self._joins:

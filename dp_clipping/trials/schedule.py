@@ -19,20 +19,23 @@ class Schedule:
         count: calls so far.
         checks: checks so far.
         largest: the size of the largest batch of which all samples were checked.
+        every_larger: each larger batch is checked, and not only one of twice the size.
+        is_open: the last check has not passed, so the next call is checked too.
     """
 
     def __init__(self, level: str = "first") -> None:
         self._level = level
         self.count = self.checks = self.largest = 0
+        self.every_larger = self.is_open = False
 
     def is_due(self, size: int = 0) -> bool:
         """Returns whether the next call, with a batch of this size, is checked."""
-        if self._level == "off":
-            return False
+        if self._level == "off" or self.is_open:
+            return self.is_open
         is_power = self.count & (self.count + 1) == 0
         if self._level == "sampled":
             is_power = is_power or not Random(self.count).randrange(SAMPLED)
-        return is_power or size >= 2 * self.largest > 0
+        return is_power or size >= (1 + self.largest if self.every_larger else 2 * self.largest) > 1
 
     def next_is_due(self, size: int = 0) -> bool:
         """Counts a call; returns whether it is checked."""
@@ -50,7 +53,10 @@ class Schedule:
         Returns:
             Its number, from 0, and whether all samples take part: no batch as large was checked.
         """
-        number, is_whole = self.checks, size > self.largest
+        number = self.checks
         self.checks += 1
-        self.largest = max(self.largest, size)
-        return number, is_whole
+        return number, size > self.largest
+
+    def passed(self, size: int) -> None:
+        """Notes that a batch of this size has passed its check."""
+        self.is_open, self.largest = False, max(self.largest, size)

@@ -277,22 +277,22 @@ def _without_trace(model: Any) -> Iterator[None]:
     """Puts the network into evaluation inside, and everything that a step reads back afterwards."""
     capture, network = model.capture, model.network
     flags = [(module, module.training) for module in network.modules()]
-    layouts = [(h, h.layouts, h.output_layouts, h.flattened) for h in capture.handles]
+    layouts = [(h, h.layouts, h.output_layouts, h.flattened, h.sought) for h in capture.handles]
     joints = [(record, record.joint) for record in capture.trained]
     try:
         for module, _ in flags:
             module.training = False
         for handle in capture.handles:
-            handle.layouts, handle.output_layouts, handle.flattened = {}, {}, 0
+            handle.layouts, handle.output_layouts, handle.flattened, handle.sought = {}, {}, 0, 0
         with same_randomness(network.modules(), capture.trigger.device), torch.enable_grad():
             yield
     finally:
         for module, training in flags:
             module.training = training
         for handle in capture.handles:  # some may be new
-            handle.layouts, handle.output_layouts, handle.flattened = {}, {}, 0
+            handle.layouts, handle.output_layouts, handle.flattened, handle.sought = {}, {}, 0, 0
             handle.sites.clear()
         for handle, *known in layouts:
-            handle.layouts, handle.output_layouts, handle.flattened = known
+            handle.layouts, handle.output_layouts, handle.flattened, handle.sought = known
         for record, joint in joints:
             record.joint = joint

@@ -210,6 +210,48 @@ def test_flattened_parts_in_compiled_code(larger: tuple[int, int]) -> None:
         assert_step(model, plain, batch)
 
 
+class Rounds(nn.Module):
+    """Layers in a loop that runs as long as the longest sample, on all samples or a few of them."""
+
+    def __init__(self, layers: int, part: int = 99, is_flattened: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.part, self.is_flattened = part, is_flattened
+
+    def forward(self, x: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
+        for n in range(int(rounds.max())):
+            for layer in self.layers:
+                rows = [part.flatten(0, 1) if self.is_flattened else part
+                        for part in x.split(self.part)]  # fmt: skip
+                y = torch.cat([layer(row) for row in rows]).view_as(x).tanh()
+                x = torch.where((rounds > n)[:, None, None], y, x)
+        return x
+
+
+def rounds_of(*rounds: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    x, targets = (torch.randn(len(rounds), 3, 4, dtype=torch.float64) for _ in range(2))
+    return {"x": x, "rounds": torch.tensor(rounds)}, targets
+
+
+@pytest.mark.parametrize("is_flattened", [True, False])
+def test_all_layers_of_a_loop_that_becomes_longer(is_flattened: bool) -> None:
+    network = Rounds(3, is_flattened=is_flattened).double()
+    model = private(copy.deepcopy(network))
+    for rounds in (*[(1, 1, 1, 1)] * 4, (1, 1, 1, 1, 1, 2), (2, 1, 3)):
+        assert_step(model, network, rounds_of(*rounds))
+
+
+def test_parts_in_fewer_rounds_than_before_are_noticed():
+    """Notices two parts of six samples, which are as many calls as two rounds of four samples."""
+    model = private(Rounds(1, part=4, is_flattened=True).double())
+    for rounds in (1, 1, 1, 1, 2):
+        private_loss(model, rounds_of(*[rounds] * 4), zoo.product).backward()
+        model.zero_grad()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="depends on the other samples of the batch"):
+            private_loss(model, rounds_of(*[1] * 6), zoo.product)
+
+
 class Flattening(nn.Module):
     """Blocks that flatten samples and tokens, computed again in backward or not."""
 

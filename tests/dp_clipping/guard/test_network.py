@@ -169,6 +169,16 @@ def test_a_network_that_mixes_samples_is_refused(name, size):
     assert model.network.training
 
 
+def test_a_batch_that_is_refused_is_refused_again():
+    model = private(zoo.Net(lambda net, x: net.a(x - x.mean(0) * (len(x) > 4)), a=nn.Linear(4, 2)))
+    for _ in range(4):
+        model(torch.randn(4, 4))
+        model.eval().train()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="depends on the other samples"):
+            model(torch.randn(8, 4))
+
+
 def test_it_is_found_when_a_second_sample_comes():
     """One sample alone has no company to change."""
     model = private(zoo.seeded(lambda: Function(MIXING["centred inputs"][0])))

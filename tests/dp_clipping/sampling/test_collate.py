@@ -71,6 +71,8 @@ def test_what_is_the_same_for_all_samples_keeps_its_shape():
     assert (x.shape, mask.shape, positions.shape) == ((0, 3), (3, 3), (1, 3))
     assert not mask.any()
     assert not positions.any()
+    for width in (2, 3):  # one sample is squeezed
+        assert empty_of(lambda rows: torch.stack(rows).squeeze(), torch.ones(width)).shape == (0,)
 
 
 def test_a_list_of_samples_is_empty_and_structure_stays():

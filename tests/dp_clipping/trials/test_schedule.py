@@ -11,6 +11,7 @@ def test_which_batch_is_due_is_known_before_it_comes():
         assert schedule.next_is_due(size) == due[-1]
         if due[-1]:
             schedule.next_check(size)
+            schedule.passed(size)
     assert due == [True, True, False, True, False, True, False, True]
 
 
@@ -28,10 +29,25 @@ def test_what_is_not_counted_stays_due():
 
 
 def test_the_largest_batch_so_far_is_checked_whole():
+    schedule, found = Schedule(), []
+    for size in (4, 4, 8, 6, 9):
+        found.append(schedule.next_check(size))
+        schedule.passed(size)
+    assert found == [(0, True), (1, False), (2, True), (3, False), (4, True)]
+
+
+def test_a_check_that_has_not_passed_is_made_again():
     schedule = Schedule()
-    assert [schedule.next_check(size) for size in (4, 4, 8, 6, 9)] == [
-        (0, True), (1, False), (2, True), (3, False), (4, True),
-    ]  # fmt: skip
+    schedule.skip(8)
+    assert not schedule.next_is_due(4)
+    schedule.is_open = True
+    assert schedule.next_is_due(4)
+    assert schedule.next_check(4) == (0, True)
+    schedule.passed(4)
+    assert not schedule.next_is_due(4)
+    assert [schedule.is_due(size) for size in (7, 8)] == [False, True]
+    schedule.every_larger = True
+    assert [schedule.is_due(size) for size in (4, 5)] == [False, True]
 
 
 def test_levels():
