@@ -308,6 +308,7 @@ class LayoutDiscovery:
         Args:
             error: what the network has raised on the batch, if it has run.
         """
+        # Of each layer: it is called more often, on parts, and twice as of `LayerState.unseen`.
         for _ in range(1 + 4 * len(self._capture.handles)):
             if error is not None:
                 if self._sharding is not None:

@@ -57,7 +57,7 @@ class CollateWithEmpty:
             dim = growing_dim(one, two, self.batch_dim)
             if dim is None and one.ndim == two.ndim:  # the same for all, as a mask [T, T]
                 return _zeros(one)
-            dim = 0 if dim is None else dim  # of one sample that is squeezed
+            dim = dim or 0  # None: one sample is squeezed
             shape = (*one.shape[:dim], 0, *one.shape[dim + 1 :])
             # New ones: a slice would keep the sample's storage.
             return one.new_empty(shape) if isinstance(one, Tensor) else np.empty(shape, one.dtype)
@@ -124,7 +124,7 @@ class PaddedCollate:
         return _map_entries(lambda *entries: self._padded(samples, *entries), batch, one, two)
 
     def _padded_rows(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
-        dim = growing_dim(one, two, self.batch_dim)
+        dim = growing_dim(one, two, self.batch_dim) or 0  # None: one is squeezed, and refused
         if (one.shape[dim], two.shape[dim], batch.shape[dim]) != (1, 2, max(1, samples)):
             what = f"a tensor of shape {tuple(batch.shape)}"
             raise ValueError(PADDED.format(what=what, count=max(1, samples)))

@@ -238,7 +238,7 @@ class ForwardBackward:
         if self.capture.sharding is not None:
             self.recover()
             raise error.on_ranks() from error
-        if searches == 3:
+        if searches == 3:  # for parts of the batch, and twice as of `LayerState.unseen`
             raise error.lasting() from error
         if isinstance(error, SomeSamples):  # without frames, which hold what forward has computed
             return partial(self._establishment.check, batch, error.with_traceback(None))

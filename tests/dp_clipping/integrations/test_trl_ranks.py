@@ -24,7 +24,7 @@ FAST = "dpo"  # on two ranks: each imports for seconds
 
 @pytest.fixture
 def two_ranks():
-    """Of their own: Accelerate waits for all ranks that there are."""
+    """Starts ranks for one test: Accelerate waits for all ranks that there are."""
     pool = seeds.Ranks(2)
     yield pool
     pool.close()

@@ -71,8 +71,11 @@ def test_what_is_the_same_for_all_samples_keeps_its_shape():
     assert (x.shape, mask.shape, positions.shape) == ((0, 3), (3, 3), (1, 3))
     assert not mask.any()
     assert not positions.any()
-    for width in (2, 3):  # one sample is squeezed
-        assert empty_of(lambda rows: torch.stack(rows).squeeze(), torch.ones(width)).shape == (0,)
+    for sample in (torch.ones(2), torch.ones(3)):
+        squeeze = lambda rows: torch.stack(rows).squeeze()  # noqa: E731
+        assert empty_of(squeeze, sample).shape == (0,)
+        with pytest.raises(ValueError, match="adds zeros where each sample has one row"):
+            padded(squeeze, [sample])([sample])
 
 
 def test_a_list_of_samples_is_empty_and_structure_stays():
