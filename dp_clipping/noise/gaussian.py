@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,30 +182,49 @@ def _joined(streams: Sequence[NoiseStream], device: torch.device) -> NoiseStream
 def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns Philox4x32-10 of the 128-bit counters (`counters` low, the stream's words high).
 
+    On a CPU by NumPy, whose operators take half as long.
+
     Args:
         counters: [n], int64, read as 64 unsigned bits.
 
     Returns:
         four tensors [n] of int64 in [0, 2³²), or [streams, n] of several that are joined.
     """
-    # A product of two 32-bit words wraps in int64, but all of its 64 bits are right. Its low half
-    # is left with the high half above it until it meets the next mask, which saves two passes.
-    none = torch.zeros_like(counters & stream.key_0)  # of the shape of the result
-    x0, x1 = none + (counters & WORD), none + (counters >> 32)
-    x2, x3 = none + stream.counter_2, none + stream.counter_3
-    k0, k1 = stream.key_0, stream.key_1
-    p0, p1 = torch.empty_like(x0), torch.empty_like(x0)
+    if not counters.is_cpu:
+        return _philox(torch, counters, *stream)
+    # Unsigned, whose shift is the faster one.
+    words = [x.numpy().view(np.uint64) if isinstance(x, Tensor) else x for x in stream]
+    found = _philox(np, counters.numpy().view(np.uint64), *words)
+    w0, w1, w2, w3 = (torch.from_numpy(x.view(np.int64)) for x in found)
+    return w0, w1, w2, w3
+
+
+def _philox(
+    library: Any, counters: Any, k0: Any, k1: Any, c2: Any, c3: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Returns `philox` by operators that PyTorch and NumPy have in common."""
+    multiply, shift = library.multiply, library.bitwise_right_shift
+    xor, mask = library.bitwise_xor, library.bitwise_and
+    # A product of two 32-bit words wraps in 64 bits, but all of these are right. Its low half is
+    # left with the high half above it until it meets the next mask, which saves two passes.
+    none = library.zeros_like(counters & k0)  # of the shape of the result
+    x0, x1, x2, x3 = none + (counters & WORD), none + (counters >> 32), none + c2, none + c3
+    if not isinstance(k0, int):  # whole ones are read faster than one for each row
+        k0, k1 = none + k0, none + k1
+    p0, p1 = library.empty_like(x0), library.empty_like(x0)
     for _ in range(ROUNDS):
-        torch.mul(x0, MULTIPLIERS[0], out=p0)
-        torch.mul(x2, MULTIPLIERS[1], out=p1)
-        torch.bitwise_right_shift(p1, 32, out=x0).bitwise_xor_(x1).bitwise_xor_(k0)
-        torch.bitwise_right_shift(p0, 32, out=x2).bitwise_xor_(x3).bitwise_xor_(k1)
-        x0.bitwise_and_(WORD)
-        x2.bitwise_and_(WORD)
-        x1, p1 = p1, x1
-        x3, p0 = p0, x3
-        k0, k1 = k0 + KEY_STEPS[0], k1 + KEY_STEPS[1]  # masked with x0 and x2
-    return x0, x1.bitwise_and_(WORD), x2, x3.bitwise_and_(WORD)
+        multiply(x0, MULTIPLIERS[0], out=p0)
+        multiply(x2, MULTIPLIERS[1], out=p1)
+        shift(p1, 32, out=x0)
+        shift(p0, 32, out=x2)
+        for own, other, key in ((x0, x1, k0), (x2, x3, k1)):
+            xor(own, other, out=own)
+            xor(own, key, out=own)
+            mask(own, WORD, out=own)
+        x1, p1, x3, p0 = p1, x1, p0, x3
+        k0 += KEY_STEPS[0]  # masked with x0 and x2
+        k1 += KEY_STEPS[1]
+    return x0, mask(x1, WORD, out=x1), x2, mask(x3, WORD, out=x3)
 
 
 def _chunks(
