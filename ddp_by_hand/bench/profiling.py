@@ -62,6 +62,7 @@ class Profiling:
         self.ended = json.loads(os.environ.get(ENDED, "{}"))
         """Label -> why it has no profile, empty if it has one."""
         self.is_incomplete = False  # a file could not be written
+        self._traces: dict[str, list[Trace]] = {}  # of each label, once they have been read
 
     def on_failure(self, cause: Cause) -> None:
         """Does nothing: written files are whole, and unfinished ones are not kept."""
@@ -150,8 +151,7 @@ class Profiling:
 
     def _summarize(self, subject: Subject) -> None:
         """Print the figures, then write: what cannot be written has been seen at least."""
-        files = self._trace_files(subject)
-        traces = load_traces(files)
+        traces = self._traces_of(subject)
         self._print_figures(subject, traces)
         configuration = {
             "implementation": subject.implementation,
@@ -171,7 +171,7 @@ class Profiling:
                 configuration,
                 traces,
                 self._operators,
-                [str(file) for file in files],
+                list(map(str, self._trace_files(subject))),
                 self._memory,
                 self._launches,
                 self._describe_plan(traces[0]),
@@ -213,7 +213,7 @@ class Profiling:
         floor = floor_of(subject)
         if subject.label == floor.label or self.ended.get(floor.label) != "":
             return []
-        both = {floor.label: load_traces(self._trace_files(floor)), subject.label: traces}
+        both = {floor.label: self._traces_of(floor), subject.label: traces}
         found = budgets(both, dict.fromkeys(both, floor.label))
         return describe_budgets(found, basis_of(both))
 
@@ -242,8 +242,7 @@ class Profiling:
                 print(f"{label}: {reason}")
         if len(subjects) > 1:
             picture = self.folder / "all_timeline.png"
-            paths = {subject.label: self._trace_files(subject) for subject in subjects}
-            traces = {name: load_traces(own) for name, own in paths.items()}
+            traces = {subject.label: self._traces_of(subject) for subject in subjects}
             self._draw(traces, picture)
             if picture.exists():
                 print(f"picture of all: {picture}")
@@ -271,6 +270,12 @@ class Profiling:
             f"({self.worker.device.type}, {settings.dtype}, {settings.batch_size} × "
             f"{settings.model.context_length} tokens per rank)"
         )
+
+    def _traces_of(self, subject: Subject) -> list[Trace]:
+        """Returns the traces of all ranks, read once: an earlier start may have recorded them."""
+        if subject.label not in self._traces:
+            self._traces[subject.label] = load_traces(self._trace_files(subject))
+        return self._traces[subject.label]
 
     def _trace_files(self, subject: Subject) -> list[Path]:
         """Returns the trace files of all ranks in this folder; other hosts may have their own."""
