@@ -91,9 +91,13 @@ def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
     assert capsys.readouterr().err == ("interrupted\n" if speaks else "")
 
 
-@pytest.mark.parametrize("flags", [[], ["-u"]])
-@pytest.mark.parametrize("count", [1, 100_000])
-@pytest.mark.parametrize("work", ["return 0", "raise BadInput('wrong')", "raise SystemExit(0)"])
+@pytest.mark.parametrize(
+    ("flags", "count", "work"),
+    [
+        ([], 1, "return 0"), (["-u"], 100_000, "return 0"), ([], 1, "raise BadInput('wrong')"),
+        ([], 100_000, "raise SystemExit(0)"),
+    ],
+)  # fmt: skip
 def test_output_that_nobody_reads_ends_it_quietly(monkeypatch, flags, count, work):
     """Of one line that is written at the end, and of many that are written on the way."""
     text = f'''
