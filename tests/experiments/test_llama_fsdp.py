@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
     MODES,
     GridCell,
     GridSettings,
+    differs,
     merge,
     mode_of,
     read_grid,
@@ -376,3 +378,16 @@ def test_dry_run_lists_what_is_left(grid, capsys):
         f"  {GridCell('flash_bookkeeping_fsdp', 24).label}"
     ]
     assert {path: path.read_bytes() for path in files_below(folder)} == before
+
+
+def test_profiled_results_are_not_mixed_with_others():
+    profiled = replace(SETTINGS, enable_profiling=True)
+    place = 2, "cpu", "2.13"
+    cell = GridCell("flash_fsdp", 16)
+    assert cell.key(SETTINGS, *place) != cell.key(profiled, *place)
+    plain = single_result(cell, SETTINGS, CPU, 2, status="error")
+    assert "enable_profiling" not in plain["config"]  # as in results from before it existed
+    assert not differs(SETTINGS, 2, plain)
+    assert "enable_profiling" in differs(profiled, 2, plain)
+    other = single_result(cell, profiled, CPU, 2, status="error")
+    assert "enable_profiling" in differs(SETTINGS, 2, other)

@@ -14,7 +14,6 @@ from ddp_by_hand.experiments.rounds import (
     run_program,
     run_rounds,
 )
-from ddp_by_hand.measure.runs import beside, ratio_beside, read_cells
 
 CPU = torch.device("cpu")
 
@@ -68,20 +67,6 @@ def test_a_program_returns_whether_a_cell_failed_and_prints_the_table_and_notes(
         assert found == status
         *_, last = text = capsys.readouterr().out.splitlines()
         assert (line_of("\n".join(text), "flash")[2], last) == ("20.00", "a note")
-
-
-def test_the_file_is_read_as_other_results_are(tmp_path, capsys):
-    ms = {"ordinary": 10.0, "flash": 15.0}
-    output = tmp_path / "new" / "out.json"
-    run(lambda cell: costs(ms[cell.variant]), [*ms, "lost"], 2, output)
-    assert capsys.readouterr().out.count("\n") == 5
-    cells = {cell.names["variant"]: cell for cell in read_cells(output)}
-    flash, lost = cells["flash"], cells["lost"]
-    assert flash.samples() == 2 * costs(15.0)["step_ms"]
-    assert (flash.peak_memory_mb, flash.settings) == (7.0, {"model": "tiny"})
-    ordinary = beside(list(cells.values()), flash, "variant", "ordinary")
-    assert ratio_beside(flash, ordinary).value == pytest.approx(1.5)
-    assert (lost.status, lost.reason) == ("error", "raised: KeyError: 'lost'")
 
 
 def cell(row: str, variant: str, ms: float, peak: float, number: int = 0) -> dict:

@@ -67,3 +67,14 @@ def test_computation_scaled_to_its_own_shape_is_what_was_measured(dtype):
     assert (times.optimizer, times.rest) == pytest.approx((1e-3, 1e-4))
     assert times.copy * shape.gradient_bytes == pytest.approx(2 / 7 * 1e-3)
     assert times.times(2.0).backward == pytest.approx([12e-3] * len(shape.gradients))
+
+
+def test_casts_do_not_grow_with_the_batch():
+    """Twice the tokens are twice the products and other work, but the same weights."""
+    mixed = replace(SHAPE, dtype="mixed")
+    computation = measured(mixed)
+    per_byte = 1e-3 / 7 / mixed.gradient_bytes
+    casts = per_byte * sum(counts[4] for counts in mixed.forward_counts())
+    assert casts > 1e-5
+    twice = sum(computation.scaled(replace(mixed, batch_size=8)).forward)
+    assert twice == pytest.approx(2 * (10e-3 - casts) + casts + 1e-3)
