@@ -1,6 +1,5 @@
 """`--clipping`: every implementation in every mode, in the same table, traces and pictures."""
 
-import json
 import re
 from itertools import pairwise
 
@@ -69,45 +68,38 @@ def test_ordinary_cells_have_the_keys_of_runs_without_privacy(monkeypatch):
     assert cell.row(settings, 2, "cpu")["key"] == "dd62c3df9276af7d"
 
 
-def test_private_cells_differ_by_mode_and_by_every_setting():
-    options = [
-        [],
-        ["--noise-multiplier", "0"],
-        ["--max-grad-norm", "0.5"],
-        ["--clipping-style", "per_layer"],
-        ["--clipping-function", "automatic"],
-    ]
-    keys = set()
-    for more in options:
-        settings = settings_for("--implementations", "ddp", "--clipping", "ghost", "flash", *more)
-        for cell in plan(settings):
-            assert config_of(cell, settings)["clipping"]["mode"] == cell.subject.clipping
-            row = cell.row(settings, 2, "cpu")
-            assert row["clipping"] == cell.subject.clipping
-            keys.add(row["key"])
-    assert len(keys) == len(options) * 2 * 6
+PRIVACY = [
+    [], ["--noise-multiplier", "0"], ["--max-grad-norm", "0.5"], ["--clipping-style", "per_layer"],
+    ["--clipping-function", "automatic"],
+]  # fmt: skip
+FUSED = [[], ["--tile-size", 32], ["--memory-budget-mb", 0], ["--memory-budget-mb", 1.5]]
 
 
-def test_fused_cells_differ_by_algorithm_and_options_and_no_others_do():
-    modes = ["ghost", "flash", "flash:width", "flash:input_length", "flash_bookkeeping:width"]
-    options = [[], ["--tile-size", 32], ["--memory-budget-mb", 0], ["--memory-budget-mb", 1.5]]
+@pytest.mark.parametrize(
+    ("modes", "options", "alike"),
+    [
+        (["ghost", "flash"], PRIVACY, []),
+        (["flash", "flash:width", "flash:input_length", "flash_bookkeeping:width"], FUSED, []),
+        (["ghost", "flash"], FUSED, ["ghost"]),
+        (["flash"], [[], ["--show-plan"]], ["flash"]),
+    ],
+    ids=["privacy", "fused", "of fused modes alone", "the plan"],
+)
+def test_cells_differ_by_mode_and_by_what_changes_a_measurement(modes, options, alike):
+    """`alike`: modes whose cells are the same with each of the options."""
     keys = {mode: set() for mode in modes}
     for more in options:
         settings = settings_for("--implementations", "ddp", "--clipping", *modes, *more)
         for cell in plan(settings):
-            keys[cell.subject.clipping].add(cell.row(settings, 2, "cpu")["key"])
-    assert {mode: len(found) // 6 for mode, found in keys.items()} == {
-        mode: 1 if mode == "ghost" else len(options) for mode in modes
+            row, mode = cell.row(settings, 2, "cpu"), cell.subject.clipping
+            assert row["clipping"] == mode
+            assert row["config"]["clipping"]["mode"] == mode.partition(":")[0]
+            keys[mode].add(row["key"])
+    cells = len(plan(settings)) // len(modes)
+    assert {mode: len(found) // cells for mode, found in keys.items()} == {
+        mode: 1 if mode in alike else len(options) for mode in modes
     }
     assert len(set.union(*keys.values())) == sum(map(len, keys.values()))
-
-
-def test_showing_the_plan_measures_nothing_anew():
-    line = ["--implementations", "ddp", "--clipping", "flash"]
-    shown, hidden = settings_for(*line, "--show-plan"), settings_for(*line)
-    assert [config_of(c, shown) for c in plan(shown)] == [
-        config_of(c, hidden) for c in plan(hidden)
-    ]
 
 
 def test_only_gram_matrices_have_an_allowance():
@@ -184,17 +176,6 @@ def test_a_private_row_is_compared_with_its_own_mode_and_has_an_overhead(tmp_pat
     assert "noise multiplier 1" in options["subtitle"]
 
 
-def test_the_legend_says_what_is_private_and_what_is_not_stated(tmp_path, pictures):
-    settings = settings_for("--implementations", *NAMES, *BOTH, folder=tmp_path)
-    record(settings)
-    text = report(settings, 2, "cpu")[0]
-    for words in ("\noverhead ", "\nclipping ", "no ε is stated", "all-reduced by our own calls"):
-        assert words in text
-    ordinary = report(settings_for("--implementations", *NAMES, folder=tmp_path), 2, "cpu")[0]
-    for words in ("overhead", "clipping", "ε", "noise"):
-        assert words not in ordinary
-
-
 def test_without_ordinary_rows_there_is_no_overhead(tmp_path, pictures):
     line = ["--implementations", *NAMES, "--clipping", "bookkeeping"]
     settings = settings_for(*line, folder=tmp_path)
@@ -242,11 +223,6 @@ def run(folder):
     return forked_benchmark(*line, "--output-dir", folder / "run")
 
 
-@pytest.fixture(scope="module")
-def rows(run, folder):
-    return [json.loads(line) for line in (folder / "run/results.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_variant_that_averages_is_wrong_and_the_reader_is_warned_of_fixed_batches(run):
     assert run.returncode == 1, run.stderr
@@ -258,26 +234,6 @@ def test_a_variant_that_averages_is_wrong_and_the_reader_is_warned_of_fixed_batc
     assert "poisson_sampling" not in run.stderr
     assert "neither wrapped nor sharded" not in run.stderr  # the gate's reference is not
     assert "no ε is stated" in run.stdout
-
-
-@pytest.mark.slow
-def test_private_cells_carry_their_settings_and_are_timed_with_sums_in_float32(rows):
-    assert len(rows) == 12
-    for row in rows:
-        assert row["status"] == "ok"
-        assert ("clipping" in row) == ("clipping" in row["config"])
-        assert "privacy" not in row["config"]
-    assert [row["config"]["clipping"] for row in rows if row.get("clipping")] == 6 * [
-        {
-            **{"mode": "bookkeeping", "noise_multiplier": 1.0, "max_grad_norm": 1.0},
-            **{"clipping_style": "flat", "clipping_function": "abadi"},
-        }
-    ]
-    timed = {(r["implementation"], r.get("clipping")): r for r in rows if r["kind"] == TIMING}
-    assert timed["ddp_bucketed", "bookkeeping"]["bytes"] == timed["ddp_bucketed", None]["bytes"]
-    for row in timed.values():
-        assert min(row["step_ms"]) > 0
-        assert 0 < row["loss"] < 7
 
 
 @pytest.fixture(scope="module")
@@ -334,21 +290,6 @@ def test_a_private_trace_has_its_phases_in_order(profiled, rank):
     for clip, (_, noisy) in zip(found["gradient_clipping_warmup"], found["noise"], strict=False):
         assert clip[0] >= noisy  # of noise and sum, never of the sum alone
     assert not set(PARTS) & set(ranges(profiled, "ddp_bucketed", rank))
-
-
-@pytest.mark.slow
-def test_a_folder_of_ordinary_results_is_completed_with_private_ones(tmp_path):
-    line = ["--implementations", "none", "ddp", "--output-dir", tmp_path]
-    assert benchmark(*line).returncode == 0
-    before = (tmp_path / "results.jsonl").read_text()
-    run = benchmark(*line, *BOTH)
-    assert run.returncode == 0, run.stderr
-    after = (tmp_path / "results.jsonl").read_text()
-    assert after.startswith(before)
-    assert after.count("\n") == 2 * before.count("\n")
-    again = benchmark(*line, *BOTH)
-    assert (again.returncode, again.stdout) == (0, run.stdout)
-    assert (tmp_path / "results.jsonl").read_text() == after
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from ddp_by_hand.bench.names import plain
 from ddp_by_hand.bench.options import EXAMPLES
 from ddp_by_hand.bench.settings import settings_from, source_digest
 from ddp_by_hand.bench.worker import plan
-from ddp_by_hand.measure import SCHEMA_VERSION
 from tests.support.benchmark_command import parse
 
 CPU = ["--device", "cpu"]
@@ -48,11 +47,6 @@ def test_a_dry_run_starts_and_writes_nothing(no_workers, capfd, tmp_path, mode):
     cells = len(IMPLEMENTATIONS) * (1 + 5)  # a gate and five rounds each
     assert (f"{cells} cells" in out) != bool(mode)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_one_rank_is_in_the_singular(no_workers, capfd):
-    assert command.main([*CPU, "--num-processes", "1", "--dry-run"]) == 0
-    assert "128 tokens per rank, 1 rank, float32" in capfd.readouterr().out
 
 
 def test_help_has_groups_and_examples(capsys):
@@ -89,13 +83,6 @@ def test_an_edited_plugin_is_another_implementation(tmp_path):
     assert source_digest("ddp") is None
 
 
-def test_a_folder_of_this_schema_is_resumed(no_workers, tmp_path):
-    (tmp_path / "old").mkdir()
-    row = f'{{"schema_version": {SCHEMA_VERSION}, "key": "k", "status": "ok"}}\n'
-    (tmp_path / "old/results.jsonl").write_text(row)
-    assert command.main([*CPU, "--output-dir", "old", "--dry-run"]) == 0
-
-
 CLASS = """
 class {}(__import__("torch").nn.Module):
     def finish_gradient_synchronization(self): ...
@@ -124,12 +111,3 @@ def test_plugins_of_one_name_have_titles_files_and_keys_of_their_own(tmp_path, m
     assert len({cell.row(settings, 2, "cpu")["key"] for cell in cells}) == len(cells)
     assert {cell.label.partition(" ")[0] for cell in cells} == set(titles)
     assert {plain(name) for name in settings.implementations} == set(given)
-
-
-def test_a_plugin_alone_is_called_by_its_class(tmp_path):
-    (tmp_path / "mine.py").write_text(CLASS.format("Mine"))
-    settings = settings_from(
-        parse(["--implementations", "ddp", f"{tmp_path}/mine.py:Mine", "--clipping", "none"]),
-        "cpu", tmp_path,
-    )  # fmt: skip
-    assert [subject.file_stem for subject in settings.subjects] == ["ddp", "Mine"]

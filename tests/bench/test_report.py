@@ -81,16 +81,6 @@ def test_a_failed_cell_is_a_row_with_its_reason(settings, pictures, status, bad)
     assert f"{status}: rank 1: why" in line(text, "ddp")
 
 
-def test_one_round_that_failed_is_the_row(settings, pictures):
-    record(settings)
-    cell = plan(settings)[-1]
-    failed = {"status": "oom", "reason": "rank 1: why", "invocation": "x"}
-    Results(settings.output_dir).record({**cell.row(settings, 2, "cpu"), **failed})
-    text, status = report(settings, 2, "cpu")
-    assert status == 1
-    assert "oom: rank 1: why" in line(text, cell.subject.name)
-
-
 def test_what_was_not_measured_is_said(settings, pictures):
     text, status = report(settings, 2, "cpu")
     assert (status, text.count("missing: not measured yet")) == (1, 3)
@@ -112,15 +102,6 @@ def test_a_busy_machine_is_said(settings, pictures):
     record(settings, none={TIMING: {"step_ms": [100.0, 100.0, 100.0, 300.0, 300.0, 300.0]}})
     text, _ = report(settings, 2, "cpu")
     assert "The machine was busy: steps of none took 100 to 300 ms" in text
-
-
-def test_a_wrong_gradient_and_a_traceback_are_told_below_the_table(settings, pictures):
-    gate = {"gradient_error": 1.0, "worst_gradient": "gradient of head.weight on rank 1"}
-    failed = {"status": "error", "reason": "rank 1: why", "traceback": "Traceback\n  mine.py"}
-    record(settings, ddp={GATE: gate}, torch_ddp={TIMING: failed})
-    text, _ = report(settings, 2, "cpu")
-    assert "ddp: gradient of head.weight on rank 1" in text.splitlines()
-    assert "torch_ddp: rank 1: why\n    Traceback\n      mine.py" in text
 
 
 def test_the_table_is_printed_before_a_picture_that_cannot_be_written(

@@ -1,34 +1,25 @@
 """Implementations that shard the model: in the same table, gate, traces and pictures."""
 
-import json
 from itertools import pairwise
 
 import pytest
 
 from ddp_by_hand.bench import main as command
 from ddp_by_hand.bench.report import report
-from ddp_by_hand.bench.settings import Subject, check_world, settings_from
-from ddp_by_hand.bench.sharded import REPLICATED, SHARDED, layout_of
-from ddp_by_hand.bench.worker import GATE, TIMING, plan
-from ddp_by_hand.lm import parallel
+from ddp_by_hand.bench.settings import settings_from
+from ddp_by_hand.bench.sharded import layout_of
+from ddp_by_hand.bench.worker import GATE, plan
 from ddp_by_hand.measure import Results
 from dp_clipping.distributed.norm_reduce import NORM_REDUCTIONS
 from tests.bench.test_clipping import lines_of
 from tests.bench.test_profile import ranges
-from tests.support.benchmark_command import PROGRESS, benchmark, forked_benchmark, parse
+from tests.support.benchmark_command import PROGRESS, benchmark, parse
 
 BOTH = ["--clipping", "none", "bookkeeping"]
 
 
 def settings_for(*arguments, folder="folder"):
     return settings_from(parse([str(a) for a in arguments]), "cpu", folder)
-
-
-def test_the_names_are_those_of_the_libraries():
-    assert {layout.wrap for layout in SHARDED.values()} - {None} <= set(parallel.WRAPS)
-    assert Subject("fsdp2_tp", "flash:width").file_stem == "fsdp2_tp_flash_width"
-    check_world(settings_for("--implementations", "ddp", "fsdp2"), 3)
-    assert layout_of("path/to.py:Mine") is REPLICATED
 
 
 @pytest.mark.parametrize(
@@ -105,31 +96,6 @@ def test_tokens_count_data_ranks_and_a_step_of_split_models_is_compared_with_its
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sharded")
-
-
-@pytest.fixture(scope="module")
-def run(folder):
-    """An embedding that two ranks do not divide."""
-    line = ["--implementations", "fsdp2", "tp", *BOTH, "--vocab-size", 257]
-    short = ["--steps-per-epoch", 1, "--rounds", 1, "--norm-reduction", "layerwise"]
-    return forked_benchmark(*line, *short, "--output-dir", folder / "run")
-
-
-@pytest.mark.slow
-def test_sharded_models_are_proved_and_timed(run, folder):
-    assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in (folder / "run/results.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * 2 * 2
-    for row in rows:
-        assert row["status"] == "ok"
-        if row["kind"] == GATE:
-            assert row["gradient_error"] < 1e-6
-        else:
-            assert row["kind"] == TIMING
-            assert min(row["step_ms"]) > 0
-            assert 0 < row["loss"] < 7
-            sharing = row["implementation"] == "tp"
-            assert row["total_batch_size"] == row["config"]["batch_size"] * (1 if sharing else 2)
 
 
 @pytest.fixture(scope="module")

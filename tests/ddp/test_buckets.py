@@ -50,6 +50,7 @@ def test_properties_of_a_plan(seed):
     assert completed == sorted(completed), "launched in the order in which they are complete"
     again = plan_buckets(gradients, order, capacity)
     assert [asdict(b) for b in again] == [asdict(b) for b in buckets], "the same on every rank"
+    check_halves(buckets, gradients, capacity)
 
 
 def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
@@ -62,23 +63,11 @@ def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
     assert end <= bucket.numel < end + ALIGNMENT_BYTES
 
 
-def test_no_capacity_is_one_bucket_per_dtype():
-    assert mebibytes(None) is None
-    for seed in range(20):
-        gradients, order, _ = random_case(seed)
-        buckets = plan_buckets(gradients, order, None)
-        assert len(buckets) == len({g.dtype for g in gradients})
-        assert sorted(i for b in buckets for i in b.members) == sorted(order)
-        for bucket in buckets:
-            check_layout(bucket, gradients)
+def check_halves(buckets: list[Bucket], gradients: list[Gradient], capacity: float) -> None:
+    """No bucket takes more than half of the rest, of its dtype and of what can share a bucket.
 
-
-@pytest.mark.parametrize("seed", range(60))
-def test_no_bucket_takes_more_than_half_of_the_rest(seed):
-    """Of its dtype and of what can share a bucket; single gradients and buckets below the smallest
-    tail cannot help it."""
-    gradients, order, capacity = random_case(seed)
-    buckets = plan_buckets(gradients, order, capacity)
+    Single gradients and buckets below the smallest tail cannot help it.
+    """
     for dtype in SIZES:
         of_dtype = [b for b in buckets if gradients[b.members[0]].dtype == dtype]
         of_dtype = [b for b in of_dtype if b.nbytes <= capacity]
@@ -89,52 +78,40 @@ def test_no_bucket_takes_more_than_half_of_the_rest(seed):
             rest -= bucket.nbytes
 
 
-def test_the_last_buckets_are_small():
-    gradients = floats(*[MIB // 8] * 256)  # 128 MiB in halves of a MiB
-    sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(256), 50 * MIB)]
-    assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5]
+def test_no_capacity_is_one_bucket_per_dtype():
+    assert [mebibytes(size) for size in (None, 1, 0.5, 100)] == [None, MIB, MIB // 2, 100 * MIB]
+    for seed in range(20):
+        gradients, order, _ = random_case(seed)
+        buckets = plan_buckets(gradients, order, None)
+        assert len(buckets) == len({g.dtype for g in gradients})
+        assert sorted(i for b in buckets for i in b.members) == sorted(order)
+        for bucket in buckets:
+            check_layout(bucket, gradients)
 
 
-def test_buckets_are_small_before_a_large_last_gradient():
-    """A transformer: blocks from the last to the first, then the token embedding."""
-    gradients = floats(*[MIB // 8] * 256, 64 * MIB)
-    sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(257), 50 * MIB)]
-    assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5, 256]
+@pytest.mark.parametrize(("last", "alone"), [([], []), ([64 * MIB], [256])])
+def test_the_last_buckets_are_small(last, alone):
+    """Also before a large last gradient: blocks of a transformer, then the token embedding."""
+    gradients = floats(*[MIB // 8] * 256, *last)  # 128 MiB in halves of a MiB
+    sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(len(gradients)), 50 * MIB)]
+    assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5, *alone]
 
 
-def test_a_gradient_larger_than_a_bucket_is_alone():
-    gradients = floats(10, 10_000, 10, 10)
-    members = [b.members for b in plan_buckets(gradients, [0, 1, 2, 3], 100)]
-    assert members == [(0,), (1,), (2, 3)]
+MIXED = [Gradient(4, "torch.float32", 4), Gradient(4, "torch.bfloat16", 2)] * 2
 
 
-def test_buckets_are_filled_up():
-    """Neighbours that fit together do travel together."""
-    gradients = floats(*[10] * 9)
-    assert [b.members for b in plan_buckets(gradients, range(9), 120)] == [
-        (0, 1, 2),
-        (3, 4, 5),
-        (6, 7, 8),
-    ]
-    assert len(plan_buckets(gradients, range(9), math.inf)) == 1
-
-
-def test_dtypes_are_split_and_interleave_by_completion():
-    gradients = [
-        Gradient(4, "torch.float32", 4),
-        Gradient(4, "torch.bfloat16", 2),
-        Gradient(4, "torch.float32", 4),
-        Gradient(4, "torch.bfloat16", 2),
-    ]
-    members = [b.members for b in plan_buckets(gradients, [3, 2, 1, 0], math.inf)]
-    assert members == [(3, 1), (2, 0)]
-    members = [b.members for b in plan_buckets(gradients, [0, 1, 3, 2], math.inf)]
-    assert members == [(1, 3), (0, 2)]
-
-
-def test_buckets_of_one_gradient_keep_the_order():
-    assert [b.members for b in plan_buckets(floats(5, 0, 7), [2, 0, 1], 0)] == [(2,), (0,), (1,)]
-
-
-def test_mebibytes():
-    assert [mebibytes(size) for size in (1, 0.5, 100)] == [MIB, MIB // 2, 100 * MIB]
+@pytest.mark.parametrize(
+    ("gradients", "order", "capacity", "members"),
+    [
+        pytest.param(floats(10, 10_000, 10, 10), [0, 1, 2, 3], 100, [(0,), (1,), (2, 3)],
+                     id="one that is larger than a bucket is alone"),
+        pytest.param(floats(*[10] * 9), range(9), 120, [(0, 1, 2), (3, 4, 5), (6, 7, 8)],
+                     id="neighbours that fit together travel together"),
+        pytest.param(floats(*[10] * 9), range(9), math.inf, [tuple(range(9))], id="all fit"),
+        pytest.param(floats(5, 0, 7), [2, 0, 1], 0, [(2,), (0,), (1,)], id="one each, in order"),
+        pytest.param(MIXED, [3, 2, 1, 0], math.inf, [(3, 1), (2, 0)], id="a dtype each"),
+        pytest.param(MIXED, [0, 1, 3, 2], math.inf, [(1, 3), (0, 2)], id="the complete one first"),
+    ],
+)  # fmt: skip
+def test_members_of_buckets(gradients, order, capacity, members):
+    assert [b.members for b in plan_buckets(gradients, order, capacity)] == members

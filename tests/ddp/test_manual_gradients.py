@@ -186,9 +186,5 @@ def test_gradient_ready(ranks, implementation, body):
     ranks.run(2, body, implementation)
 
 
-def test_gradient_ready_on_three_ranks(ranks, implementation):
-    ranks.run(min(3, ranks.size), driven_by_hand, implementation)
-
-
 def test_gradient_ready_on_four_ranks(ranks, implementation):
     ranks.run(min(4, ranks.size), failed_by_hand, implementation, [False])

@@ -66,7 +66,12 @@ def checked(path, monkeypatch):
     return 0
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("planned", "secure", "rdp", "few steps")  # accounts of the kinds that others have
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS]
+)
 def test_what_was_written_holds_and_what_was_changed_does_not(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "privacy.json"
     statement_of(*RUNS[name]).save(path)

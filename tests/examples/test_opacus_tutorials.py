@@ -110,22 +110,6 @@ def test_accountants_say_the_same_of_both_engines():
     assert ours["rdp"][0] == ours["rdp, less noise"][0]
 
 
-def of_a_rank(context, engine: str) -> dict:
-    torch.set_num_threads(1)
-    return trained("distributed", engine, "--samples", "128", "--epochs", "2", "--epsilon", "50")
-
-
-@pytest.mark.slow
-def test_ranks_of_both_engines_spend_the_same_and_have_one_network(cpu_ranks):
-    ours, theirs = (cpu_ranks.run(4, of_a_rank, engine) for engine in ENGINES)
-    assert ours[0]["epsilons"] == pytest.approx(theirs[0]["epsilons"], rel=1e-6)
-    for ranks in (ours, theirs):
-        assert len(set(ranks[0]["losses"])) == 2
-        for rank in ranks[1:]:
-            for one, other in zip(ranks[0]["parameters"], rank["parameters"], strict=True):
-                assert torch.equal(one, other)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("start", [["-m"], ["-m", "torch.distributed.run", "--nproc_per_node=2"]])

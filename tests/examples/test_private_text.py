@@ -18,8 +18,6 @@ import torch
 
 from ddp_by_hand.examples import private_text
 from ddp_by_hand.examples.private_text_picture import draw_training
-from dp_clipping.checkpoint.file_format import key_path
-from dp_clipping.noise.keys import read_keys
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -107,19 +105,6 @@ class TestARun:
         assert (folder / "model.pt").read_bytes() == before
         assert "epsilon 7." in capsys.readouterr().out
 
-    def test_the_seed_is_not_the_key(self, finished, letters, tmp_path):
-        """Equal options: other draws, other noise."""
-        assert private_text.main(arguments(letters, tmp_path / "again")) == 0
-        one, other = (
-            torch.load(f / "model.pt", weights_only=True) for f in (finished[1], tmp_path / "again")
-        )
-        assert not torch.equal(one["head.weight"], other["head.weight"])
-
-
-def key_of(folder: Path) -> str:
-    (key,) = read_keys(key_path(folder / "checkpoint.pt"))
-    return key.fingerprint
-
 
 def interrupt(training) -> None:
     raise KeyboardInterrupt
@@ -161,22 +146,6 @@ class TestStops:
         assert (whole / "model.pt").read_bytes() == (killed / "model.pt").read_bytes()
         assert log_of(whole) == log_of(killed)
         assert [line["step"] for line in log_of(killed)[1:]] == list(range(1, len(log_of(whole))))
-
-    @pytest.mark.slow
-    def test_other_ranks_go_on_with_a_new_key(self, letters, tmp_path):
-        """With the old one they would publish other sums under the same noise."""
-        folder = tmp_path / "run"
-        self.kill_after(1, arguments(letters, folder), folder)
-        fingerprint = key_of(folder)
-        process = start(*arguments(letters, folder), ranks=2)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        assert "world_size was 1 and is 2" in err
-        assert key_of(folder) != fingerprint
-        assert out.count("for one sequence of 17") == 1
-        last = log_of(folder)[-1]
-        assert 7.5 < last["epsilon"] <= 8
-        assert last["held_out_bits"] < 8
 
 
 class TestWrongInput:

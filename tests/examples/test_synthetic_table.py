@@ -12,7 +12,6 @@ from ddp_by_hand.examples import synthetic_table
 from ddp_by_hand.examples.synthetic_table import MOST, ROWS, SIZES, Options, TableModel
 from ddp_by_hand.measure.command_line import BadInput
 from dp_clipping import BatchMemoryManager, PrivacyEngine
-from tests.support.wrong_input import is_one_line
 
 SMALL = [
     "--entities", "60", "--epochs", "2", "--batch-size", "2", "--noise", "2", "--loss-noise", "1",
@@ -67,15 +66,6 @@ def test_a_column_is_predicted_from_what_is_before_it():
             assert j <= column or not torch.equal(a[:, row], b[:, row])
         if row < ROWS - 1:
             assert not torch.equal(before[0][:, row + 1], model(other)[0][:, row + 1])
-
-
-def test_shares_are_of_rows_that_there_are():
-    own = torch.tensor([[[0, 1, 0, 0, 1], [-1] * 5], [[2, 1, 5, 1, 0], [2, 1, 5, 1, 1]]])
-    made = own[:1]
-    lines = table.shares(own, made).splitlines()
-    assert lines[1] == "    name  __special__ 33 / 100   _private 0 / 0   public 67 / 0"
-    assert "1 100 / 100" in lines[2]
-    assert lines[5] == "    last  no 33 / 0   yes 67 / 100"
 
 
 def test_the_loss_of_an_entity_is_its_own_and_another_one_is_refused():
@@ -179,8 +169,3 @@ def test_a_run_has_empty_batches_states_epsilon_and_goes_on_where_it_was(
     assert synthetic_table.main([*arguments, str(both + 0.1)]) == 0
     assert "one more would spend more than --epsilon" in capsys.readouterr().out
     assert saved(again)["epoch"] == 2
-
-
-def test_a_checkpoint_that_cannot_be_written_is_one_line_before_training(tmp_path, capsys):
-    folder = ["--checkpoint", str(tmp_path)]
-    is_one_line(synthetic_table.main, [*SMALL, *folder], "is a folder, name a file", capsys)

@@ -1,14 +1,13 @@
 """Private adapters that write records: ε, empty batches, files, Ctrl-C and a resume."""
 
 import shutil
-import signal
 
 import pytest
 
 for needed in ("accelerate", "transformers", "peft"):
     pytest.importorskip(needed)
 
-from ddp_by_hand.examples import finetune_run, synthetic_text  # noqa: E402
+from ddp_by_hand.examples import synthetic_text  # noqa: E402
 from ddp_by_hand.examples.functions_table import Row, independent_epsilon  # noqa: E402
 from ddp_by_hand.examples.synthetic_text import Options  # noqa: E402
 from tests.support.wrong_input import is_one_line  # noqa: E402
@@ -44,17 +43,6 @@ def test_a_run_states_epsilon_and_resumes_bit_for_bit(tmp_path, capsys, monkeypa
     steps = ["--steps", "5", "--resume"]
     at = ["--output-dir", str(whole)]
     is_one_line(synthetic_text.main, [*SMALL, *at, *steps], "--steps was 4 and is 5", capsys)
-
-
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, capsys, monkeypatch):
-    def interrupt(progress, args, state, control, **_):
-        if state.global_step == 0:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(finetune_run.Progress, "on_step_begin", interrupt)
-    assert synthetic_text.main([*SMALL, "--output-dir", str(tmp_path / "run")]) == 130
-    assert "--resume" in capsys.readouterr().out.splitlines()[-1]
-    assert (tmp_path / "run/checkpoint-1/privacy.pt").exists()
 
 
 def test_steps_without_any_entity_are_taken_and_counted(tmp_path):

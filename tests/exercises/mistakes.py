@@ -37,15 +37,6 @@ MISTAKES = {
         "average", "After finish every gradient is the mean", "the sum over the ranks, divide",
         DIVIDE, "",
     ),
-    "AverageParameters": (
-        "average", "After finish every gradient is the mean", "nothing was averaged",
-        "dist.all_reduce(parameter.grad)", "dist.all_reduce(parameter.data)",
-        DIVIDE, "parameter.data /= dist.get_world_size()",
-    ),
-    "AverageFrozen": (  # which has no gradient
-        "average", "After finish every gradient is the mean", "raised TypeError",
-        "if parameter.grad is not None:", "if True:",
-    ),
     "AverageOneRank": (  # rank 0 does not know that it must call it too
         "average", "Every rank begins with rank 0's param", "not matched on rank 0: call 1",
         "dist.broadcast(tensor, src=0)", "dist.get_rank() == 0 or dist.broadcast(tensor, src=0)",
@@ -78,29 +69,10 @@ MISTAKES = {
         "    self.start_reduction(parameter)\n"
         "for handle, parameter in self.handles:",
     ),
-    "HooksBeforeAccumulation": (  # a hook on the tensor gets what is not yet `.grad`
-        "hooks", "After finish every gradient", "after it was accumulated",
-        f"{WATCH}(self.start_reduction)",
-        "parameter.register_hook(lambda g: self.start_reduction(g.clone()))",
-        REDUCE, "dist.all_reduce(parameter, async_op=True)",
-        WAIT_AND_DIVIDE, "handle.wait()",
-    ),
     "measure_lengths": (  # an instant that two intervals cover counts twice
         "measure", "An instant that two intervals", "computation is 15 and should be 10",
         "times[\"computation\"] += busy * length",
         "times[\"computation\"] += sum(a <= start and end <= b for a, b in computation) * length",
-    ),
-    "measure_pairs": (  # the overlap of every pair is added up
-        "measure", "An instant that two intervals", "overlapped is 14 and should be 6",
-        "times[\"overlapped\"] += (busy and wire) * length",
-        "times[\"overlapped\"] += length * sum(\n"
-        "    max(a, c) <= start and end <= min(b, d)\n"
-        "    for a, b in computation for c, d in communication\n"
-        ")",
-    ),
-    "measure_idle": (  # what computation and communication leave, though they overlap
-        "measure", "Communication beside computation", "idle is 4 and should be 8",
-        "(not busy and not wire)", "(1 - busy - wire)",
     ),
     "measure_window": (
         "measure", "What lies outside the window", "computation is 18 and should be 6",
@@ -146,10 +118,6 @@ MISTAKES = {
         "    self.gradient_ready(parameter)\n"
         "for handle, parameter in zip(",
     ),
-    "OrderNotReset": (
-        "order", "Two more steps", "raised TypeError",
-        "self.ready = set()", "self.ready = getattr(self, 'ready', set())",
-    ),
     "NoSyncWithoutFinally": (
         "no_sync", "After an exception inside no_sync", "restore it in a `finally`",
         "try:\n    yield\nfinally:\n    self.synchronizing = before",
@@ -163,21 +131,9 @@ MISTAKES = {
         "no_sync", "Inside no_sync no collective starts", "16 calls of all_reduce",
         "if self.synchronizing:", "if True:",
     ),
-    "NoSyncDividesAll": (  # reduced or not
-        "no_sync", "Finish after backwards inside no_sync", "what was reduced may be",
-        f"for handle, parameter in self.handles:\n    handle.wait()\n    {DIVIDE}",
-        "for handle, parameter in self.handles:\n    handle.wait()\n"
-        f"for parameter in self.module.parameters():\n    {DIVIDE}",
-    ),
     "UnusedZerosForAll": (
         "unused", "What no rank used keeps .grad None", "AdamW would decay it",
         "if used_by_any:", "if True:",
-    ),
-    "UnusedDividedByUsers": (
-        "unused", "What only rank 0 used", "divide by all",
-        "dist.all_reduce(used, op=dist.ReduceOp.MAX)", "dist.all_reduce(used)",
-        "self.average(parameter)",
-        "self.average(parameter)\nparameter.grad *= dist.get_world_size() / used_by_any",
     ),
     "UnusedSkipped": (  # a rank leaves out what it has not got
         "unused", "What only rank 0 used", "a collective was not matched on rank 1",
@@ -239,10 +195,6 @@ MISTAKES = {
         "        continue\n"
         "    self.fill(flat, bucket)",
     ),
-    "FlatForwardOrder": (  # the first bucket to start waits for the end of backward
-        "flat", "The first bucket starts before", "no bucket was started",
-        "self.flats = [", "self.buckets.reverse()\nself.flats = [",
-    ),
     "FlatNoTail": (
         "flat", "The bucket that starts last", "nothing to hide behind",
         "tail=capacity // 4", "tail=capacity",
@@ -260,10 +212,6 @@ MISTAKES = {
         "predict", "Computation advances at 1 / slowdown", "exactly while something is sent",
         "now = free = 0.0",
         "pieces, slowdown = [slowdown * p for p in pieces], 1\nnow = free = 0.0",
-    ),
-    "predict_one_always_pays": (  # also where it is not asked for
-        "predict", "A variant pays until", "is 1 and should be 0",
-        "return last", "return last or 1",
     ),
     "predict_best_of_all": (  # also behind one that does not pay
         "predict", "A variant pays until", "step_on(1) / step_on(W)",
@@ -297,18 +245,6 @@ MISTAKES = {
     "StateSum": (
         "zero1", "After finish", "is the sum over the ranks: divide it",
         "self.own.grad /= dist.get_world_size()", "",
-    ),
-    "StateTwice": (  # every rank's gradients are divided, and their sum too
-        "zero1", "After finish", "was divided by the number of ranks twice",
-        "flat = self.flatten(grads)", "flat = self.flatten(grads) / dist.get_world_size()",
-    ),
-    "StateNotWaited": (
-        "zero1", "After finish", "is NaN: the reduction was not waited for",
-        SCATTER, SCATTER.removesuffix(".wait()"),
-    ),
-    "StateFirstSlice": (
-        "zero1", "After finish", "on rank 1 is the slice of rank 0",
-        SCATTER, "dist.all_reduce(flat)\nself.own.grad = flat[: self.own.numel()]",
     ),
     "StateAllReduce": (
         "zero1", "Gradients are reduce-scattered, once", "all_reduce of 72 numbers in finish",
@@ -414,22 +350,11 @@ MISTAKES = {
         "fsdp", "In backward at most two blocks", "the root is whole after finish",
         "self.root.free()", "",
     ),
-    "ShardedNotFreedInForward": (
-        "fsdp", "In forward at most two blocks", "free a block after its forward",
-        "def after_forward(self, k):\n    self.blocks[k].free()",
-        "def after_forward(self, k):\n    pass",
-    ),
     "ShardedFreesAhead": (  # a forward frees the block that was gathered ahead too
         "fsdp", "Each block is gathered twice",
         "block 1 was gathered ahead, freed in the forward of",
         "def after_forward(self, k):\n    self.blocks[k].free()",
         "def after_forward(self, k):\n    for unit in self.blocks:\n        unit.free()",
-    ),
-    "ShardedFreesAheadInBackward": (
-        "fsdp", "Each block is gathered twice",
-        "ahead, freed in the backward of block 1, and gath",
-        "self.reduce(self.blocks[k])",
-        "self.reduce(self.blocks[k])\nif k == 1:\n    self.blocks[0].free()",
     ),
     "ShardedFreedAtFirstGradient": (
         "fsdp", "After finish", "not at an earlier one",
@@ -443,10 +368,6 @@ MISTAKES = {
         "fsdp", "After finish", "which was freed: free it in finish",
         "return self.module(*args, **kwargs)",
         "y = self.module(*args, **kwargs)\nself.root.free()\nreturn y",
-    ),
-    "ShardedNotResized": (  # the gather writes to memory that is not there
-        "fsdp", "Forward computes with whole", "whose memory was freed: resize its storage first",
-        "self.values.untyped_storage().resize_(self.values.nbytes)", "pass",
     ),
     "ShardedWaitedAtOnce": (
         "fsdp", "A block's gradients are on the wire", "waited for where they were started",
@@ -496,17 +417,9 @@ MISTAKES = {
         "diloco", "Momentum and start go on", "momentum begins anew in each round: keep it",
         "momentum.mul_(self.outer_momentum)", "momentum.zero_()",
     ),
-    "LocalHeavyBall": (
-        "diloco", "Step number `every` ends where", "without Nesterov's look ahead",
-        "(delta + self.outer_momentum * momentum)", "momentum",
-    ),
     "LocalAlways": (  # all ranks meet behind every step
         "diloco", "The first steps of a round", "only number 3 sends",
         "if self.steps == self.every:", "if True:",
-    ),
-    "LocalSum": (
-        "diloco", "Step number `every` ends where", "that is the sum over the ranks: divide",
-        "delta /= dist.get_world_size()", "",
     ),
     "LocalFirstStart": (  # every round steps from where the first one began
         "diloco", "Momentum and start go on", "wrong from round 2: ",

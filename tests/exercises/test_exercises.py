@@ -13,16 +13,12 @@ import pytest
 from ddp import implementation
 from ddp_by_hand.exercises import EXERCISES, starter_of
 from ddp_by_hand.exercises.__main__ import main as command
-from ddp_by_hand.exercises.attempt import Verdict
 from ddp_by_hand.exercises.check import main
 from ddp_by_hand.exercises.judge import (
     PATIENCE_S,
     Ranks,
     Result,
-    explain,
-    explain_stall,
     judge,
-    load_check,
     patience,
 )
 from tests.exercises.mistakes import MISTAKES
@@ -194,45 +190,6 @@ def test_broken_file_is_told(ranks, tmp_path, text, why):
     assert why in next(judge("ex4_plan", path, ranks)).why
 
 
-def call(what: str, numel: int = 4, peer: int | None = None) -> dict:
-    return {"what": what, "numel": numel, "peer": peer}
-
-
-@pytest.mark.parametrize(
-    ("stuck", "calls", "text"),
-    [
-        (
-            [0],
-            [[call("all_reduce")], []],
-            "a collective was not matched on rank 1: call 1 of rank 0 is all_reduce of 4 numbers, "
-            "and rank 1 issued none",
-        ),
-        (
-            [0, 1],
-            [[call("barrier"), call("all_reduce")], [call("barrier"), call("broadcast", 6)]],
-            "a collective was not matched on rank 1: call 2 of rank 0 is all_reduce of 4 numbers, "
-            "and rank 1 issued broadcast of 6 numbers",
-        ),
-        (
-            [1],
-            [[], [call("recv", 4, 0)]],
-            "a recv was not matched on rank 0: rank 1 waits in recv from rank 0 of 4 numbers while "
-            "rank 0 has gone on",
-        ),
-    ],
-)
-def test_explanation_of_a_stall(stuck, calls, text):
-    assert explain_stall(stuck, calls) == text
-    verdicts = [None if r in stuck else Verdict("right") for r in range(2)]
-    assert explain(verdicts, calls) == (text, True)
-
-
-def test_an_exception_is_told_before_the_stall_that_it_causes():
-    verdicts = [Verdict("stalled"), Verdict("raised", "KeyError: 'x' (mine.py, line 3)")]
-    expected = "rank 1 raised KeyError: 'x' (mine.py, line 3)"
-    assert explain(verdicts, [[call("all_reduce")], []]) == (expected, True)
-
-
 def test_an_exercise_begins_with_a_copy_of_its_starter(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, file in (("average", "my_average.py"), ("ring", "own.py")):
@@ -264,32 +221,6 @@ def test_a_wrong_command(capsys, monkeypatch, tmp_path, arguments, text):
     assert command(arguments) == 2
     assert text in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("right", [True, False])
-def test_command(right, tmp_path):
-    """Its fast siblings call what it calls."""
-    path = SOLUTIONS if right else write_mistake("plan_no_tail", tmp_path)
-    command = [sys.executable, "-m", "ddp_by_hand.exercises.check", "plan", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (0 if right else 1), done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(load_check("ex4_plan").PROPERTIES) + 1
-    assert lines[-1] == ("7 of 7 right" if right else "6 of 7 right")
-    assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_lines_that_nobody_reads_end_it_quietly(tmp_path):
-    path = write_mistake("plan_no_tail", tmp_path)
-    command = [sys.executable, "-m", "ddp_by_hand.exercises", "check", "plan", str(path)]
-    with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        process.stdout.close()
-        assert process.wait(120) == 141
-        assert process.stderr.read() == ""
 
 
 def test_texts_name_the_commands():

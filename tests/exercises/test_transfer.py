@@ -29,19 +29,6 @@ def gather() -> tuple[torch.Tensor, Transfer]:
     return flat, transfer
 
 
-def test_outputs_are_nan_until_they_are_delivered_and_what_is_sent_stays():
-    flat, transfer = gather()
-    assert flat[:2].isnan().all()
-    assert flat[2:].tolist() == transfer.sent.tolist() == [2, 3]
-    assert transfer.deliver() == ""
-    assert flat.tolist() == [0, 1, 2, 3]
-    flat = torch.arange(4.0)
-    transfer = Transfer("reduce_scatter_single", flat[2:], flat)
-    assert flat.isnan().tolist() == [False, False, True, True]
-    assert transfer.sent.tolist() == [0, 1, 2, 3]
-    assert transfer.deliver() == ""
-
-
 def test_a_tensor_that_was_freed_or_overwritten_is_told_or_refused():
     flat, transfer = gather()
     flat[2] = 5.0
@@ -67,15 +54,6 @@ def test_every_way_of_waiting_delivers_once(tmp_path):
         work.wait()
         assert not flat.any()
     assert [e.what for e in record.events] == ["wait"] * 3
-
-
-def test_each_wait_for_another_collective_is_recorded(tmp_path):
-    record = Record(tmp_path / "log")
-    work = RecordedWork(Finished(), record, "all_reduce")
-    assert work.is_completed()
-    assert work.wait()
-    work.get_future()
-    assert [e.detail for e in record.events] == ["all_reduce"] * 2
 
 
 def test_memory_is_held_until_it_is_delivered_or_resized_to_nothing(tmp_path):

@@ -17,7 +17,7 @@ from ddp_by_hand.experiments.llama_fsdp.__main__ import main, run_grid
 from ddp_by_hand.experiments.llama_fsdp.cell import write_result
 from ddp_by_hand.experiments.llama_fsdp.network import build, config_of
 from ddp_by_hand.experiments.llama_fsdp.options import Options
-from ddp_by_hand.experiments.llama_fsdp.plan import plan, run_of
+from ddp_by_hand.experiments.llama_fsdp.plan import run_of
 from ddp_by_hand.experiments.llama_fsdp.results import (
     MODES,
     GridCell,
@@ -45,7 +45,6 @@ PICTURES = (
 )  # fmt: skip
 SECRET = "hf_this_is_in_no_file"
 TINY = ["--model-name", "tiny", "--device", "cpu", "--warmup-iter", "1", "--num-iter", "2"]
-ONE = ["--mode", "no_dp", "--seq-length", "8", "--model-name", "tiny"]
 CPU = Hardware("gloo", "cpu", 2, "gloo, 2 processes")
 GPUS = Hardware("nccl", "cuda", 8, "NCCL, 8 processes")
 SETTINGS = GridSettings("tiny", 1, 2, 1, 1e-5, 1.0, 1.0, "flat", False, 0, 60.0)
@@ -168,22 +167,6 @@ def test_weights_from_files(cpu_ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cell_that_fails_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    model = save_llama(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
-    arguments = [*TINY, "--model-name", str(model), "--modes", "no_dp", "--seq-lengths", "8"]
-    folder = tmp_path / "results"
-    assert main([*arguments, "--output-dir", str(folder)]) == 1
-    result = json.loads((folder / "no_dp_seq8_result.json").read_text())
-    assert result["status"] == "error"
-    assert "in the file and" in result["reason"]
-    assert result["avg_time_ms"] is None
-    assert "in the file and" in (folder / "summary.txt").read_text()
-
-
-@pytest.mark.slow
 def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
     arguments = [*TINY, "--seq-lengths", "8", "--rounds", "2", "--clipping", "per_layer"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -245,14 +228,6 @@ def test_failed_cells_are_rows_and_others_go_on(tmp_path, capsys):
     assert not any("no_dp" in one for one in started)
     result = json.loads((tmp_path / "ghost_fsdp_seq16_result.json").read_text())
     assert [r["status"] for r in result["rounds"]] == ["ok", "ok"]
-
-
-def test_rounds_are_interleaved():
-    cells = plan(parse_options(Options, ["--rounds", "3", "--seq-lengths", "64", "32"]))
-    assert [c.seq_length for c in cells] == [32] * 15 + [64] * 15
-    assert [c.round for c in cells[:15]] == [0] * 5 + [1] * 5 + [2] * 5
-    for first in range(0, 30, 5):
-        assert {c.mode for c in cells[first : first + 5]} == set(MODES)
 
 
 def test_a_token_in_an_error_is_hidden(tmp_path, monkeypatch):
@@ -363,22 +338,6 @@ def test_nothing_in_a_picture_overlaps(ratios):
             for text in [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label]
         )  # fmt: skip
         check_texts(figure, texts, apart=True)
-
-
-def test_medians_stand_in_a_column_and_every_panel_says_where_its_axis_begins():
-    axes = plots.draw_time(cells_like(ALL)).axes[0]
-    places = {text.get_position()[0] for text in axes.texts if text.get_text().endswith(" ms")}
-    dots = [x for line in axes.lines for x in line.get_xdata()]
-    assert len(places) == 1
-    assert max(dots) < places.pop()
-    results = cells_like(ALL)
-    for axes in plots.draw_tradeoff(results).axes:
-        assert axes.get_xlabel().startswith("ms per step (median)")
-    for figure in (plots.draw_tradeoff(results), plots.draw_overhead(results)):
-        bottoms = [axes.get_position().y0 for axes in figure.axes]
-        assert bottoms == sorted(bottoms, reverse=True)  # from the top
-    for axes in plots.draw_overhead(results).axes:
-        assert ("begin at 0" in axes.get_title(loc="left")) == (axes.get_ylim()[0] > 0)
 
 
 def test_redraw_needs_only_the_results(tmp_path, capsys):

@@ -136,7 +136,7 @@ def as_on_the_page(family: str, *names: str, capsys) -> None:
 
 
 FEW = {
-    "transformers": ("gpt2", "t5", "resnet"),
+    "transformers": ("gpt2", "resnet"),
     "peft": ("IA3",),
     "torchvision": ("vit",),
     "timm": ("test_vit",),

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from opacus.validators.errors import UnsupportedModuleError
 
 from ddp_by_hand.experiments.networks import picture
 from ddp_by_hand.experiments.networks.__main__ import Options, main, run_all
@@ -14,9 +13,7 @@ from ddp_by_hand.experiments.networks.bounds import bounds_of, describe_bounds
 from ddp_by_hand.experiments.networks.graphs import GraphedTraining, in_pinned_memory
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import training_of
-from ddp_by_hand.experiments.rounds import failure_of, report
-from ddp_by_hand.experiments.training import ClassifierTraining
-from ddp_by_hand.measure.options import parse_options
+from ddp_by_hand.experiments.rounds import report
 from ddp_by_hand.measure.picture import read_picture
 from ddp_by_hand.measure.runs import cells_of, read_cells
 from dp_clipping.cuda_graph import EAGER
@@ -38,34 +35,6 @@ def test_a_network_runs_in_small(name):
             assert found["reason"].startswith("refused: ValueError: "), found
 
 
-def test_a_variant_is_an_engine_its_mode_and_its_clipping(monkeypatch):
-    seen = []
-
-    def note(self, engine, samples, *, grad_sample_mode, clipping, **_):
-        seen.append((type(engine).__module__.split(".")[0], samples, grad_sample_mode, clipping))
-
-    monkeypatch.setattr(ClassifierTraining, "make_private", note)
-    training = ClassifierTraining(torch.nn.Linear(1, 1), CPU)
-    for variant in ("ordinary", "bookkeeping", "flash_per_layer", "opacus_ghost"):
-        training.make_variant(variant, 4)
-    assert seen == [
-        ("dp_clipping", 4, "bookkeeping", "flat"), ("dp_clipping", 4, "flash", "per_layer"),
-        ("opacus", 4, "ghost", "flat"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_names_its_dtype(name):
-    row = ROWS[name]
-    task = row.build(True, CPU)
-    assert row.batch.endswith(str(row.dtype).removeprefix("torch."))
-    assert {p.dtype for p in task.network.parameters()} == {row.dtype}
-    again = row.build(True, CPU)
-    assert torch.equal(again.targets, task.targets)
-    pairs = zip(again.network.parameters(), task.network.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_the_command_and_its_file(tmp_path, capsys):
     output = tmp_path / "networks.json"
     arguments = ["--networks", "table", "lstm", "--rounds", "2", "--steps", "1"]
@@ -82,19 +51,6 @@ def test_the_command_and_its_file(tmp_path, capsys):
     names = {(c.names["row"], c.names["variant"]): c.status for c in read_cells(output)}
     assert names["table", "bookkeeping"] == "ok"
     assert names["table", "opacus_hooks"] == "error"
-
-
-def test_a_refusal_is_no_crash():
-    training, batch = training_of("bookkeeping", ROWS["table"], True, CPU)
-    with pytest.raises(RuntimeError) as refused:
-        training.criterion(batch[1], batch[1])  # before a forward
-    assert failure_of(refused.value)["reason"].startswith("refused: RuntimeError: the criterion")
-    with pytest.raises(UnsupportedModuleError) as unsupported:
-        training_of("opacus_hooks", ROWS["lstm"], True, CPU)
-    assert failure_of(unsupported.value)["reason"].startswith("refused: Unsupported")
-    with pytest.raises(TypeError) as raised:
-        training_of("ordinary", ROWS["lstm"], True, CPU)[0].model(1, 2, 3)
-    assert failure_of(raised.value)["reason"].startswith("raised: TypeError")
 
 
 def test_the_table():
@@ -262,8 +218,3 @@ def test_pinned_inputs():
     _, batch = training_of("ordinary", ROWS["table"], True, torch.device("cuda"))
     (numbers, bags), targets = in_pinned_memory(batch)
     assert all(x.is_pinned() for x in (numbers, bags, targets))
-
-
-def test_options():
-    assert parse_options(Options, ["--rows", "table", "table"]).networks == ("table",)
-    assert parse_options(Options, ["--networks", "lstm"]).networks == ("lstm",)

@@ -133,9 +133,8 @@ def test_the_published_law_has_the_losses_of_the_paper_and_other_exponents():
     assert fewer < 0.9 * there
 
 
-@pytest.mark.parametrize("row", [8, 12])
-def test_the_noise_of_table_2_is_recomputed(row):
-    examples, epsilon, _, _, steps, batch, sigma, by_rate, by_steps = TABLE_2[row]
+def test_the_noise_of_table_2_is_recomputed():
+    examples, epsilon, _, _, steps, batch, sigma, by_rate, by_steps = TABLE_2[12]
 
     def log_noise(rate: float, many: float) -> float:
         return math.log(exact_noise(epsilon, DELTA, rate, round(many), "rdp"))
@@ -221,14 +220,6 @@ def test_a_plan_stays_within_the_law_and_says_where_not(quick):
         Planner(TRUE, Budget(1.0, 1e-5, 100_000, 1e12), (1e4,))
     with pytest.raises(ValueError, match=r"--examples is 2, and the law begins at batches of 2"):
         Planner(TRUE, Budget(1.0, 0.1, 2, 1e12), (1e4,))
-
-
-def test_the_chosen_training_has_whole_numbers_and_exact_noise(quick):
-    planner = Planner(TRUE, Budget(2.0, 1e-6, 100_000, 1e12), (1e4,))
-    found = planner.exact(Candidate(1e4, 200.4, 499.6, 9.9, 9.9), "rdp")
-    assert (found.steps, found.batch) == (200, 500)
-    assert found.sigma == exact_noise(2.0, 1e-6, 0.005, 200, "rdp")
-    assert found.loss == TRUE.loss(1e4, 200, found.sigma / 500)
 
 
 PLAN = ["--examples", "1e8", "--compute", "1e21"]

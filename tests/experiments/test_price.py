@@ -1,10 +1,7 @@
 """`experiments.price*` on a tiny network: variants take turns, and the table has what they took."""
 
 import json
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -16,7 +13,6 @@ from ddp_by_hand.lm.rank_pool import Context
 from ddp_by_hand.measure.options import parse_options
 from tests.support.alone import Watching, worker_of
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 NOISE = ["default", "secure", "bands_3"]
 SMALL = "--model tiny --rounds 1 --steps 1"
@@ -129,13 +125,3 @@ def test_sharded_variants_are_measured_in_one_set_of_processes(cpu_ranks):
     check(everywhere[0], report(everywhere[0]), ["2x16"], SHARDED)
     assert {cell["config"]["ranks"] for cell in everywhere[0]} == {4}
     assert all(cells == everywhere[0] for cells in everywhere)  # of the slowest rank
-
-
-@pytest.mark.slow
-def test_a_rehearsal_of_sharded_variants(tmp_path):
-    output = tmp_path / "price.json"
-    command = [sys.executable, "-m", price_sharded.PROGRAM, *SHARDED_OPTIONS]
-    command += ["--output", str(output), "--num-processes", "2"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    check(json.loads(output.read_text())["cells"], run.stdout, ["2x16"], SHARDED)

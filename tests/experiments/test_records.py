@@ -17,7 +17,6 @@ from ddp_by_hand.experiments.records.data import open_images
 from ddp_by_hand.experiments.records.networks import NETWORKS, TemperedSigmoid
 from ddp_by_hand.experiments.records.rows import ROWS, STDLIB, Row, rows_of
 from ddp_by_hand.experiments.records.scattering import Scattering, scattered
-from ddp_by_hand.experiments.records.synthetic import dead_leaves, pretrain
 from ddp_by_hand.experiments.records.texts import Planned
 from ddp_by_hand.experiments.records.train import opacus
 from ddp_by_hand.experiments.records.views import SHIFT, views
@@ -195,17 +194,6 @@ def test_views_are_moved_or_mirrored():
     assert len(seen) > 20
 
 
-def test_pretraining_changes_all_but_the_last_layer():
-    network = NETWORKS["group_norm_cnn"].made(1, 28)
-    before = [p.clone() for p in network.parameters()]
-    images = dead_leaves(3, 28, torch.device("cpu"))
-    assert images.shape == (3, 1, 28, 28)
-    assert images.abs().max() <= 1
-    pretrain(network, steps=1)
-    changed = [not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)]
-    assert changed == [True] * (len(before) - 2) + [False] * 2
-
-
 def test_every_row_has_a_network_and_a_name_of_its_own():
     assert len({row.name for row in ROWS}) == len(ROWS)
     trained = [row for row in ROWS if isinstance(row, Row)]
@@ -252,17 +240,6 @@ def test_a_language_model_is_fine_tuned_from_public_text(monkeypatch):
         for one, engine in ((row, "ours"), (row, "opacus"), (replace(row, pretraining=0), "ours"))
     ]
     assert max(scores[:2]) < 4 < scores[2] < 6  # before any step ln 256 = 5.5
-
-
-def test_lora_trains_its_own_terms_alone():
-    network = texts.Language(8)
-    tokens = torch.randint(256, (2, 8))
-    before = network(tokens)
-    torch.testing.assert_close(texts.with_lora(network)(tokens), before)  # added terms begin at 0
-    trained = {name for name, p in network.named_parameters() if p.requires_grad}
-    assert trained
-    assert all(".down.weight" in name or ".up.weight" in name for name in trained)
-    assert not any(name.endswith("base.weight") for name in trained)
 
 
 def test_a_planned_row_is_trained_as_planned(monkeypatch):

@@ -6,18 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.support import zoo
-from tests.support.turns import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
-EVERY_CASE = zoo.parameters()
 BATCH_SIZE = zoo.SIZE
 # The loss depends on a padding embedding, whose gradient is zero by definition.
-WITHOUT_DERIVATIVE = {"padding_idx", "padding_idx_tied"}
+WITHOUT_DERIVATIVE = ("padding_idx", "padding_idx_tied")
 WITH_DERIVATIVE = [case.name for case in zoo.CASES if case.name not in WITHOUT_DERIVATIVE]
 
 
@@ -34,27 +31,6 @@ def in_float64(case, batch_size=BATCH_SIZE):
     return case.build().double(), batch
 
 
-def summed_loss_gradients(case, batch_size):
-    model, batch = in_float64(case, batch_size)
-    with oracle.Widened(torch.float64):
-        losses_of(case, model, batch).sum().backward()
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-
-def assert_same(actual, expected, rtol=1e-10):
-    """Parameter by parameter, relative to the largest entry of all."""
-    assert list(actual) == list(expected)
-    scale = max(g.abs().max() for g in expected.values())
-    for name, g in expected.items():
-        torch.testing.assert_close(
-            actual[name], g, rtol=0, atol=float(rtol * scale), msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def test_it_has_nothing_of_what_it_judges():
     """Only PyTorch, its private interfaces and the standard library."""
     nodes = list(ast.walk(ast.parse(Path(oracle.__file__).read_text())))
@@ -67,24 +43,18 @@ def test_it_has_nothing_of_what_it_judges():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "batch_size"), in_turn(EVERY_CASE, (1, BATCH_SIZE)))
+@pytest.mark.parametrize("batch_size", [1, BATCH_SIZE])
+@pytest.mark.parametrize("case", zoo.parameters(*WITHOUT_DERIVATIVE))
 def test_they_add_up_to_the_gradient_of_the_batch(case, batch_size):
-    """Which also shows that no network of the zoo mixes samples."""
-    expected = summed_loss_gradients(case, batch_size)
+    """That of the others follows from the derivatives below, of losses of the whole batch."""
+    model, batch = in_float64(case, batch_size)
+    with oracle.Widened(torch.float64):
+        losses_of(case, model, batch).sum().backward()
     gradients = gradients_of(case, batch_size)
-    assert_same({name: g.sum(0) for name, g in gradients.items()}, expected)
-
-
-def test_a_network_that_mixes_samples_would_be_noticed():
-    mixing = nn.Sequential(nn.Linear(6, 3), nn.Softmax(dim=0)).double()
-    batch = oracle.move(zoo.numbers(4, 6, out=(3,)), dtype=torch.float64)
-    zoo.squared_error(mixing(batch[0]), batch[1]).sum().backward()
-    gradients = oracle.per_sample_gradients(mixing, batch, zoo.squared_error)
-    with pytest.raises(AssertionError):
-        assert_same(
-            {name: g.sum(0) for name, g in gradients.items()},
-            {name: p.grad for name, p in mixing.named_parameters()},
-        )
+    assert list(gradients) == [name for name, p in model.named_parameters() if p.requires_grad]
+    for name, g in gradients.items():
+        expected = model.get_parameter(name).grad
+        torch.testing.assert_close(g.sum(0), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", zoo.parameters(*WITH_DERIVATIVE))
@@ -113,19 +83,6 @@ def test_beside_a_derivative_by_differences(case):
     actual = (8 * (shifted(h) - shifted(-h)) - (shifted(2 * h) - shifted(-2 * h))) / (12 * h)
     expected = sum(oracle.per_sample_sum(g * direction[name]) for name, g in gradients.items())
     torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-7)
-
-
-@zoo.every_case
-def test_the_zoo_is_the_same_each_time(case):
-    state = torch.random.get_rng_state()
-    a, b = case.build(), case.build()
-    assert torch.equal(state, torch.random.get_rng_state())
-    for (name, p), q in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
-        assert torch.equal(p, q), name
-    batches = [case.batch(BATCH_SIZE) for _ in range(2)]
-    torch.testing.assert_close(*batches, rtol=0, atol=0)
-    assert case.per_sample_loss(oracle.forward(a, batches[0][0]), batches[0][1]).shape == (4,)
-    assert all(m.p == 0 for m in a.modules() if isinstance(m, nn.Dropout))
 
 
 @pytest.mark.parametrize("case", zoo.parameters("mlp", "transformer_tied", "scalar", "embedding"))

@@ -14,8 +14,6 @@ from ddp_by_hand.experiments.rounds import (
     run_program,
     run_rounds,
 )
-from ddp_by_hand.measure.report_tables import growths_of
-from ddp_by_hand.measure.runs import beside, cells_of, ratio_beside, read_cells
 
 CPU = torch.device("cpu")
 
@@ -71,20 +69,6 @@ def test_a_program_returns_whether_a_cell_failed_and_prints_the_table_and_notes(
         assert (line_of("\n".join(text), "flash")[2], last) == ("20.00", "a note")
 
 
-def test_the_file_is_read_as_other_results_are(tmp_path, capsys):
-    ms = {"ordinary": 10.0, "flash": 15.0}
-    output = tmp_path / "new" / "out.json"
-    run(lambda cell: costs(ms[cell.variant]), [*ms, "lost"], 2, output)
-    assert capsys.readouterr().out.count("\n") == 5
-    cells = {cell.names["variant"]: cell for cell in read_cells(output)}
-    flash, lost = cells["flash"], cells["lost"]
-    assert flash.samples() == 2 * costs(15.0)["step_ms"]
-    assert (flash.peak_memory_mb, flash.settings) == (7.0, {"model": "tiny"})
-    ordinary = beside(list(cells.values()), flash, "variant", "ordinary")
-    assert ratio_beside(flash, ordinary).value == pytest.approx(1.5)
-    assert (lost.status, lost.reason) == ("error", "raised: KeyError: 'lost'")
-
-
 def cell(row: str, variant: str, ms: float, peak: float, number: int = 0) -> dict:
     names = {"row": row, "variant": variant, "round": number, "status": "ok"}
     return names | costs(ms, peak)
@@ -109,20 +93,6 @@ def test_ratios_and_failed_cells():
     assert text.index("ordinary") < text.index("flash")
     assert line_of(text, "ghost") == ["ghost", "8x1024", "oom:", "full"]
     assert "T^" not in text
-
-
-def test_growth_with_the_length_of_samples():
-    def growth(middle: float):
-        results = [cell(f"4x{t}", "flash", 2e-3 * t**1.25, 1.0) for t in (512, 4096)]
-        results += [cell("4x1024", "flash", middle * 2e-3 * 1024**1.25, 1.0)]
-        ((key, found),) = growths_of(cells_of([*results, cell("8x512", "flash", 9.0, 1.0)])).items()
-        assert key == (4, "flash")
-        return found
-
-    assert growth(1.0).exponent == pytest.approx(1.25)
-    assert growth(1.0).high - growth(1.0).low == pytest.approx(0, abs=1e-6)
-    assert growth(1.1).low < 1.25 < growth(1.1).high
-    assert 1.2 < growth(1.1).exponent < 1.3
 
 
 def test_the_legend_explains_only_what_is_there_and_growth_is_reported():

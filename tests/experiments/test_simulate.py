@@ -1,7 +1,6 @@
 """The simulation: steps worked out by hand, and traces from which known figures are recovered."""
 
 import json
-import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -17,7 +16,6 @@ from ddp_by_hand.lm.shape import Shape
 from ddp_by_hand.measure import OK, Results
 from ddp_by_hand.measure.curves import COUNTS, last_that_pays
 from ddp_by_hand.measure.picture import read_picture
-from tests.support.wrong_input import is_one_line
 
 SHAPE = Shape(ModelConfig(num_layers=2, d_model=32, d_ff=64, num_heads=2), 4, "float32", 0.02)
 LINKS = Network(latency=0, bandwidth=1, gpus_per_host=8, host_latency=15e-6, host_bandwidth=50e9)
@@ -159,16 +157,6 @@ def test_traces_give_back_what_they_were_made_of(traces):
     assert found.contention["ddp_bucketed"].computation == pytest.approx(1.5, rel=0.01)
     # Each collective of ddp begins 7 us after the one before: a rank waits, or does nothing.
     assert found.contention["ddp"] == pytest.approx((1.0, 1.0, 7e-6), rel=0.01)
-
-
-def test_computation_scales_by_operations(traces):
-    found = calibrate([traces], LINKS)
-    wide = replace(SHAPE, batch_size=8)
-    assert sum(found.times("none", wide, 1).forward) == pytest.approx(2 * FORWARD * 1e-6)
-    deep = replace(SHAPE, model=replace(SHAPE.model, num_layers=4))
-    times = found.times("none", deep, 1)
-    assert len(times.backward) == len(deep.gradients)
-    assert times.backward[1:10] == pytest.approx([PIECE * 1e-6] * 9, rel=0.01)
 
 
 def test_steps_without_the_profiler_tell_how_much_of_the_costs_counts(traces):
@@ -341,12 +329,6 @@ def test_the_command_predicts_draws_and_says_how_far_off_it_was(traces, tmp_path
     assert "torch_zero1 and torch_fsdp: PyTorch decides inside" in predicted
     assert "contention of: the variant whose traces" in predicted
     assert read_picture(picture).description.startswith("Efficiency of each variant")
-
-
-def test_a_folder_without_traces_of_none_is_refused(tmp_path, capsys):
-    write(tmp_path, "ddp")
-    says = re.compile("needs traces of one shape: of none, for computation.*of 1 shapes, ddp on 2")
-    is_one_line(main, [str(tmp_path)], says, capsys)
 
 
 def test_folders_without_results_are_refused_in_one_line(traces, tmp_path, capsys):

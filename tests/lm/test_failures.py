@@ -94,25 +94,6 @@ def test_causes_are_told_with_their_lines_and_a_recursion_is_cut(mine):
     assert text.count("mine.py") <= MAX_FRAMES
 
 
-def test_a_thread_that_stands_still_is_located(mine):
-    names, own = mine
-    ready, done = threading.Event(), threading.Event()
-    thread = threading.Thread(target=names["wait"], args=(ready, done))
-    thread.start()
-    ready.wait()
-    # the main thread is this one; another with the user's frames is found beside it
-    found = []
-    looker = threading.Thread(target=lambda: found.append(locate_threads(own)))
-    looker.start()
-    looker.join()
-    done.set()
-    thread.join()
-    place, stack, waits_for_ranks = found[0]
-    assert stack.startswith("Stack of the thread that stands still")
-    assert place
-    assert not waits_for_ranks
-
-
 def test_a_thread_that_waits_for_other_ranks_is_told_from_others():
     store = dist.HashStore()  # its wait is C++, as that of a collective
     thread = threading.Thread(target=lambda: store.wait(["from rank 1"]))

@@ -33,10 +33,13 @@ sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 PROGRAMS = [
-    "benchmark_ddp", "ddp_by_hand.examples.opacus_tutorials", "ddp_by_hand.examples.private_text",
-    "ddp_by_hand.exercises.check",
-    *(".".join(path.relative_to(ROOT).parts[:-1])
-      for path in sorted(ROOT.glob("ddp_by_hand/experiments/*/__main__.py"))),
+    "benchmark_ddp", "ddp_by_hand.exercises.check", "ddp_by_hand.experiments.llama_fsdp",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "ddp_by_hand.examples.opacus_tutorials", "ddp_by_hand.examples.private_text",
+        *(".".join(path.relative_to(ROOT).parts[:-1])
+          for path in sorted(ROOT.glob("ddp_by_hand/experiments/*/__main__.py"))
+          if path.parent.name != "llama_fsdp"),
+    )),
 ]  # fmt: skip
 
 

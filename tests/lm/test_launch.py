@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from ddp_by_hand.lm.watch import (
     Watch,
     describe,
     is_consequence,
-    publish_cause,
-    read_cause,
     status_of,
 )
+from tests.support.forked import run_forked
+
+ROOT = Path(__file__).parents[2]
 
 PRINT_VARIABLES = """
 import json
@@ -97,10 +99,6 @@ def is_running(number: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-class Ended(BaseException):
-    """In place of the end of the process."""
 
 
 @pytest.fixture
@@ -217,26 +215,15 @@ def test_a_store_that_is_gone_ends_the_run(watches, monkeypatch):
     assert "the rank that hosts the store, is gone" in wait_for_end(watches)[0].message
 
 
-def test_the_first_published_cause_stays_and_a_description_is_one_short_line():
-    store = dist.HashStore()
-    assert read_cause(store) is None
-    assert publish_cause(store, Cause(1, "oom", "first"))
-    assert not publish_cause(store, Cause(2, "error", "second"))
-    assert not publish_cause(store, Cause(1, "oom", "first"))  # a third one, of the same mind
-    assert read_cause(store) == Cause(1, "oom", "first")
-    text = describe(RuntimeError("first line\n   second " + "long " * 100 + "\n\nC++ stack"))
-    assert text.startswith("RuntimeError: first line second long")
-    assert "\n" not in text
-    assert len(text) <= watch.MESSAGE_LENGTH
-
-
-def test_the_process_ends_even_if_recording_fails(monkeypatch):
-    code = (
+def test_the_process_ends_even_if_recording_fails(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
         "import torch.distributed as dist\nfrom ddp_by_hand.lm.watch import Watch\n"
         "def full(cause): raise OSError('disk full')\n"
         "Watch(dist.HashStore(), 0, 1, 60, full).fail(KeyError('x'))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    environment = {"PYTHONPATH": str(ROOT), **os.environ}
+    run = run_forked([sys.executable, str(program)], tmp_path, environment, 60)
     assert run.returncode == watch.EXIT_FAILED
     assert "rank 0 failed first: KeyError: 'x'" in run.stderr
 
@@ -298,44 +285,6 @@ def test_a_rank_that_leaves_without_a_word_is_named(monkeypatch, capfd, status):
     assert outcome.cause == Cause(1, "error", message)
     assert outcome.status == (status or watch.EXIT_FAILED)
     assert f"rank 1 failed first: {message}\n" in capfd.readouterr().err
-
-
-UNPRINTED = """
-import json
-import os
-from datetime import timedelta
-from ddp_by_hand.lm.runtime import connect_store
-from ddp_by_hand.lm.watch import EXIT_FAILED, Cause, print_cause, publish_cause
-if os.environ["RANK"] == "1":
-    store, cause = connect_store(timedelta(seconds=60)), Cause(1, "error", "no room")
-    publish_cause(store, cause)
-    if PRINTS:
-        print_cause(cause, store)
-    os._exit(EXIT_FAILED)  # as if the launcher had ended it
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prints", [False, True])
-def test_a_cause_is_printed_once_whoever_ends_first(capfd, prints):
-    code = UNPRINTED.replace("PRINTS", str(prints))
-    outcome = run_ranks([sys.executable, "-c", code], 2)
-    assert outcome.cause == Cause(1, "error", "no room")
-    assert capfd.readouterr().err == "rank 1 failed first: no room\n"
-
-
-def test_a_cause_says_where_in_the_users_code(watches, capfd):
-    first = watches(0, 1)
-    first._own = [__file__]
-    try:
-        {}["key"]
-    except KeyError as error:
-        first.fail(error)
-    cause = wait_for_end(watches)[0]
-    assert cause.message.startswith("KeyError: 'key', at ")
-    assert cause.message.endswith('{}["key"]')
-    assert cause.traceback.splitlines()[-1] == "KeyError: 'key'"
-    assert "    KeyError: 'key'" in capfd.readouterr().err.splitlines()
 
 
 def test_a_standstill_says_on_which_line(watches):

@@ -1,4 +1,4 @@
-"""Sharded training equals one process: outputs, gradients, initial values."""
+"""Sharded networks begin as one process does; steps of them are in tests/dp_clipping/ranks."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from ddp_by_hand.lm.layout import whole
 from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
@@ -18,7 +17,6 @@ from tests.support.meshes import square
 from tests.support.on_ranks import on_ranks
 
 ODD = ModelConfig(vocab_size=37, d_model=24, num_layers=2, num_heads=4, d_ff=20, context_length=11)
-TIED = ModelConfig(**{**vars(ODD), "tie_embeddings": True})
 
 
 def mesh_of(context: Context, *axes: str) -> DeviceMesh:
@@ -37,49 +35,6 @@ def batches(ranks: int, size: int = 2) -> list:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(ODD.vocab_size, (ranks, size, 12), generator=draw)
     return [(x[:, :-1], x[:, 1:]) for x in tokens]
-
-
-def beside_one_process(network: nn.Module, config, samples: int, mine: int) -> None:
-    """Outputs, and gradients averaged over ranks with different samples."""
-    data = batches(samples)
-    reference = make(config)
-    torch.testing.assert_close(network(data[mine][0]), reference(data[mine][0]))
-    sum(forward_loss(reference, batch) / samples for batch in data).backward()
-    forward_loss(network, data[mine]).backward()
-    found, expected = dict(network.named_parameters()), dict(reference.named_parameters())
-    assert list(found) == list(expected)
-    for name, parameter in expected.items():
-        torch.testing.assert_close(
-            whole(found[name].grad), parameter.grad, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.parametrize(("world_size", "config"), [(2, ODD), (2, TIED), (4, ODD)])
-@on_ranks()
-def test_tensor_parallel(context: Context, config) -> None:
-    network = parallelize(make(config), mesh_of(context, TENSOR))
-    assert network.blocks[0].attention.query.weight.to_local().shape == (
-        24 // context.world_size,
-        24,
-    )
-    beside_one_process(network, config, 1, 0)
-
-
-@on_ranks(2)
-def test_fully_sharded(context: Context) -> None:
-    for wrap, config in (("block", ODD), ("root", ODD), ("block", TIED)):
-        network = parallelize(make(config), mesh_of(context, DATA), wrap=wrap)
-        assert isinstance(network.head.weight, DTensor)
-        beside_one_process(network, config, context.world_size, context.rank)
-
-
-@pytest.mark.parametrize("config", [ODD, TIED])
-@on_ranks(4)
-def test_both(context: Context, config) -> None:
-    mesh = mesh_of(context, DATA, TENSOR)
-    network = parallelize(make(config), mesh)
-    assert network.head.weight.device_mesh.mesh_dim_names == (DATA, TENSOR)
-    beside_one_process(network, config, 2, mesh[DATA].get_local_rank())
 
 
 @on_ranks(2)

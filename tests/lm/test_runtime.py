@@ -1,7 +1,5 @@
 """Where a process runs: hardware and its sentence, launch variables, seeds."""
 
-import random
-import time
 import warnings
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from ddp_by_hand.lm import programs, runtime
-from ddp_by_hand.lm.runtime import find_hardware, seed_everything
+from ddp_by_hand.lm.runtime import find_hardware
 
 
 @pytest.fixture
@@ -115,15 +113,6 @@ def test_a_launcher_is_recognised_by_all_its_variables(monkeypatch, missing):
     assert programs.is_first_of_host()
 
 
-def test_workers_share_the_invocation_of_their_parent(monkeypatch):
-    monkeypatch.delenv(runtime.INVOCATION, raising=False)
-    first = runtime.invocation()
-    assert first == runtime.invocation()
-    time.strptime(first[:15], "%Y%m%d_%H%M%S")
-    monkeypatch.setenv(runtime.INVOCATION, "another")
-    assert runtime.invocation() == "another"
-
-
 def test_the_command_that_was_typed(monkeypatch):
     def typed() -> str:
         return " ".join(runtime.typed_command("x", ["--y", "1"]))
@@ -144,12 +133,3 @@ def test_the_command_that_was_typed(monkeypatch):
     assert typed() == "python benchmark_ddp.py --y 1"
     monkeypatch.setattr("sys.argv", ["/bin/pytest"])
     assert typed() == "python -m x --y 1"
-
-
-def test_seeds_decide_both_generators():
-    def draw(seed):
-        seed_everything(seed)
-        return random.random(), torch.rand(1).item()
-
-    assert draw(3) == draw(3)
-    assert set(draw(3)).isdisjoint(draw(4))

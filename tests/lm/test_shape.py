@@ -78,17 +78,3 @@ def test_casts_do_not_grow_with_the_batch():
     assert casts > 1e-5
     twice = sum(computation.scaled(replace(mixed, batch_size=8)).forward)
     assert twice == pytest.approx(2 * (10e-3 - casts) + casts + 1e-3)
-
-
-def test_a_lean_step_casts_nothing_and_does_less_other_work():
-    mixed = replace(SHAPE, dtype="mixed")
-    computation = measured(mixed)
-    counts = [*mixed.forward_counts(), *map(mixed.backward_counts, mixed.gradients)]
-    casts = 1e-3 / 7 / mixed.gradient_bytes * sum(each[4] for each in counts)
-    whole, lean = computation.scaled(mixed), computation.scaled(mixed, lean=0.5)
-    saved = sum(whole.forward + whole.backward) - sum(lean.forward + lean.backward)
-    other = 4e-3 + 2e-3 * len(mixed.gradients) + 3e-3  # of the look-up
-    assert saved == pytest.approx(casts + 0.5 * (other - casts))
-    assert computation.leanness(0.5 * (other - casts), moved=0) == pytest.approx(0.5)
-    moved = 7 * mixed.gradient_bytes  # as much as the optimizer moves, in 1 ms
-    assert computation.leanness(0.5 * (other - casts) + 1e-3, moved) == pytest.approx(0.5)

@@ -109,19 +109,6 @@ def test_text_stays_inside_its_panel(drawn):
         assert axes.xaxis.label.get_window_extent().x1 <= width
 
 
-def test_a_long_subtitle_has_several_lines_inside_the_picture(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(chart, "save_picture", lambda figure, *_: figures.append(figure))
-    for subtitle in ("short", "a sentence of some words, " * 8):
-        draw_comparison(ROWS, tmp_path / "x.png", "Title", subtitle, "floor", "peer")
-    short, long = figures
-    assert long.get_figheight() > short.get_figheight()
-    text = long.texts[1]
-    assert text.get_text().count("\n") == 1
-    assert text.get_window_extent().x1 <= long.bbox.x1
-    assert text.get_window_extent().y0 >= long.legends[0].get_window_extent().y1 - 3
-
-
 def test_the_picture_says_what_to_read_off(tmp_path):
     def sentence(rows, baseline=None, reference=None):
         draw_comparison(rows, tmp_path / "x.png", "Title", "", baseline, reference)

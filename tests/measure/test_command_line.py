@@ -62,24 +62,13 @@ def test_folders_are_made_when_asked_and_not_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--output-dir .*file is a file, name a folder"):
         check_folder("--output-dir", tmp_path / "file" / "x", create=True)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"--output-dir .*link is a link to nothing"):
+        check_folder("--output-dir", tmp_path / "link" / "x", create=True)
     with pytest.raises(ValueError, match=r"--output x+: cannot be written to \(File name too long"):
         check_file("--output", Path("x" * 300))
     with pytest.raises(ValueError, match=r"--output .*: is a folder, name a file"):
         check_file("--output", tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("create", [True, False])
-@pytest.mark.parametrize("place", ["/proc/x", "/proc/self/x/y", "link/x"])
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, create, place):
-    """Also where permissions alone say nothing against it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(
-        ValueError, match=r"--output-dir .*: (cannot be written to \(|.*to nothing)"
-    ):
-        check_folder("--output-dir", Path(place), create)
-    assert list(tmp_path.iterdir()) == [tmp_path / "link"]
 
 
 def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
@@ -91,9 +80,13 @@ def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
     assert capsys.readouterr().err == ("interrupted\n" if speaks else "")
 
 
-@pytest.mark.parametrize("flags", [[], ["-u"]])
-@pytest.mark.parametrize("count", [1, 100_000])
-@pytest.mark.parametrize("work", ["return 0", "raise BadInput('wrong')", "raise SystemExit(0)"])
+@pytest.mark.parametrize(
+    ("flags", "count", "work"),
+    [
+        ([], 1, "return 0"), (["-u"], 100_000, "return 0"), ([], 1, "raise BadInput('wrong')"),
+        ([], 100_000, "raise SystemExit(0)"),
+    ],
+)  # fmt: skip
 def test_output_that_nobody_reads_ends_it_quietly(monkeypatch, flags, count, work):
     """Of one line that is written at the end, and of many that are written on the way."""
     text = f'''

@@ -3,9 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +11,6 @@ from ddp_by_hand.measure.compare import FASTER, SLOWER, UNCHANGED, UNCLEAR, main
 from ddp_by_hand.measure.statistics import Ratio
 from tests.support.rows import record_benchmark, steps, write_llama
 from tests.support.wrong_input import is_one_line
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -138,17 +133,6 @@ def test_cells_of_one_name_are_told_apart(tmp_path, capsys):
     assert "ddp (batch_size 4) is slower" in out
 
 
-def test_each_cell_finds_the_one_of_its_own_settings(tmp_path, capsys):
-    for folder, scale in (("a", 1.0), ("b", 2.0)):
-        for batch, median in ((4, 10.0), (8, 20.0)):
-            median *= scale if batch == 8 else 1
-            config = {"batch_size": batch}
-            record_benchmark(tmp_path / folder, {"ddp": median}, config=config)
-    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    rows = [re.split("  +", x) for x in capsys.readouterr().out.splitlines() if x[:4] == "ddp "]
-    assert [(row[1], row[5]) for row in rows] == [("4", "same"), ("8", "slower")]
-
-
 @pytest.mark.parametrize(
     ("rounds", "factor", "status", "said"),
     [
@@ -203,12 +187,6 @@ def test_the_grid_and_another_metric(tmp_path, capsys):
     assert error.endswith("which has forward_backward_ms, step_ms\n")
 
 
-def test_files_of_rows_work_as_folders_do(tmp_path, capsys):
-    paths = [str(record_benchmark(tmp_path / x, {"ddp": 10.0}) / "results.jsonl") for x in "ab"]
-    assert main(paths) == 0
-    assert "1 same" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -232,12 +210,3 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
         return
     said = re.compile(f"^ddp_by_hand.measure.compare: .*{re.escape(said)}")
     is_one_line(main, arguments, said, capsys)
-
-
-def test_the_module_runs_and_exits_with_its_status(tmp_path):
-    record_benchmark(tmp_path / "a", {"ddp": 10.0})
-    record_benchmark(tmp_path / "b", {"ddp": 20.0})
-    command = [sys.executable, "-W", "error", "-m", "ddp_by_hand.measure.compare"]
-    command += [tmp_path / "a", tmp_path / "b"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (1, "")

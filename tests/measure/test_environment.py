@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 import torch
 
-from ddp_by_hand.measure.environment import _PEAKS, environment, git_state, peak_flops
+from ddp_by_hand.measure.environment import environment, git_state, peak_flops
 
 
 def test_record_has_what_a_number_needs_and_neither_host_nor_variables(monkeypatch):
@@ -85,9 +85,3 @@ def test_without_git_and_without_torch(monkeypatch):
 )  # fmt: skip
 def test_known_peaks_and_others_are_none(name, dtype, tera):
     assert peak_flops(name, dtype) == (tera and pytest.approx(tera * 1e12))
-
-
-def test_16_bit_is_dense_and_faster_than_float32():
-    for single, brain, half in _PEAKS.values():
-        assert 2 * single <= half < 1000
-        assert brain in (None, half)

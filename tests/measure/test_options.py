@@ -82,29 +82,6 @@ def test_help_has_groups_and_defaults(capsys):
     assert "hidden" not in text
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--steps", "0"], "--steps 0: give a positive number"),
-        (["--steps", "3", "-4"], "--steps -4: give a positive number"),
-        (["--steps", "2.5"], "argument --steps: invalid int value: '2.5'"),
-        (["--rate", "-1"], "--rate -1.0: give 0 or more"),
-        (["--rate", "nan"], "--rate nan: give 0 or more"),
-        (["--rate", "inf"], "--rate inf: give 0 or more"),
-        (["--modes", "c"], "argument --modes: invalid choice: 'c' (choose from "),
-        (["--fast", "--pair", "p", "q"], "--fast: not with --pair"),
-        (["--unknown"], "unrecognized arguments: --unknown"),
-    ],
-)
-def test_what_is_wrong_is_one_line_and_status_2(capsys, words, said):
-    with pytest.raises(SystemExit) as stopped:
-        parsed("x", *words)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.startswith(f"program: {said}")
-    assert error.count("\n") == 1
-
-
 def test_words_of_options_make_them_again():
     options = replace(parsed("x", "--modes", "b", "--fast", "--rate", "1e-5"), steps=(7,))
     words = as_arguments(options)

@@ -64,19 +64,6 @@ def test_long_label_does_not_wrap_and_the_line_is_clean_after_an_exception(monke
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
-def test_close_twice_and_without_update_and_forced_on():
-    stream = io.StringIO()
-    progress = Progress(1, enabled=True, stream=stream)
-    progress.close()
-    assert stream.getvalue() == ""
-    progress.update("a")
-    progress.close()
-    written = stream.getvalue()
-    progress.close()
-    assert stream.getvalue() == written
-    assert "[1/1] a" in written
-
-
 def test_duration():
     found = [duration(s) for s in (0.4, 59.6, 65, 7620)]
     assert found == ["0 s", "1 min 00 s", "1 min 05 s", "2 h 07 min"]

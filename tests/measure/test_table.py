@@ -41,13 +41,6 @@ def test_markdown_table():
     assert lines[6].endswith("! |  |  |  |")
 
 
-def test_plain_keys_as_columns_and_text_left():
-    table = format_table(
-        ["a", "b", "c"], [{"a": "x", "b": 1.0, "c": "left"}, {"a": "yy", "c": "l"}]
-    )
-    assert table.splitlines() == ["a      b  c", "--  ----  ----", "x   1.00  left", "yy     –  l"]
-
-
 def test_a_failure_keeps_every_text_column_and_begins_at_the_left():
     columns = ["mode", "backend", "ms"]
     rows = [
@@ -63,12 +56,3 @@ def test_a_failure_keeps_every_text_column_and_begins_at_the_left():
         "  1024             7",
         "  2048  oom",
     ]
-
-
-def test_failures_of_all_rows_and_in_one_column():
-    assert format_table(["name"], [{"name": "x", "status": "error"}]).endswith("x     error")
-    rows = [{"name": "x", "status": "unavailable", "reason": "needs two GPUs"}]
-    assert format_table(COLUMNS, rows).splitlines()[-1] == (
-        "x               unavailable: needs two GPUs"
-    )
-    assert len(format_table(COLUMNS, []).splitlines()) == 2

@@ -10,23 +10,22 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("ddp", "dp_clipping")
 COMPATIBILITY = "torch_compat.py"
 OF_MODULES = set(vars(nn.Module()))
-PYTHON = {"_fields", "_replace"}  # of named tuples
+PYTHON = {"_fields", "_make", "_replace"}  # of named tuples
 
 
 def private_uses(package: str) -> list[str]:
     """`file:line: name` of each attribute or import with an underscore that is not our own.
 
     `_x` is our own if a class or function of that name, or an assignment `anything._x = ..`,
-    stands in one of the packages, and read through `self`. `torch_compat.py` is left out.
+    stands in the package, and read through `self`. `torch_compat.py` is left out.
     """
-    trees = {path: ast.parse(path.read_text()) for path in _files(*PACKAGES)}
-    own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
-    own |= PYTHON
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py")}
+    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    own = PYTHON.union(*(_defined(node) for _, node in nodes))
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
-        for path in _files(package)
+        for path, node in nodes
         if path.name != COMPATIBILITY
-        for node in ast.walk(trees[path])
         for name in _used(node)
         if _is_private(name) and (name not in own or name in _of_others(node))
     ]
@@ -41,10 +40,6 @@ def _of_others(node: ast.AST) -> set[str]:
 def imported_by(file: str) -> list[str]:
     tree = ast.parse((ROOT / file).read_text())
     return [name for node in ast.walk(tree) for name in _imported(node)]
-
-
-def _files(*packages: str) -> list[Path]:
-    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def _is_private(name: str) -> bool:

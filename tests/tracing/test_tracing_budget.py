@@ -70,13 +70,6 @@ def test_means_over_ranks_and_a_trace_without_steps_is_refused(tmp_path):
         budget([load(tmp_path, [kernel("gemm", 0, 100)])], [floor(tmp_path)])
 
 
-def test_only_what_has_a_floor_has_a_budget(tmp_path):
-    traces = {"none": [floor(tmp_path)], "ddp": [slowed(tmp_path)], "ddp:ghost": [slowed(tmp_path)]}
-    found = budgets(traces, {"none": "none", "ddp": "none", "ddp:ghost": "none:ghost"})
-    assert list(found) == ["none", "ddp"]
-    assert budgets({"ddp": traces["ddp"]}, {"ddp": "none"}) == {}
-
-
 def test_the_table_says_what_it_is_made_of(tmp_path):
     found = {"none": budget([floor(tmp_path)], [floor(tmp_path)])}
     found["ddp"] = budget([slowed(tmp_path)], [floor(tmp_path)])

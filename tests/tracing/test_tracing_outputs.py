@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from ddp_by_hand.tracing import (
@@ -15,7 +14,6 @@ from ddp_by_hand.tracing import (
     Trace,
     disturbance,
     draw_timeline,
-    hidden_fraction,
     load_trace,
     overlap,
     phase,
@@ -208,17 +206,6 @@ def test_failed_profile_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_note_below_names_the_backgrounds_and_lies_below_the_axis():
-    figure = timeline_figure({"overlapped": [fixture("overlapped")]}, "title")
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)
-    (note,) = (text for text in figure.texts if "Backgrounds: forward blue" in text.get_text())
-    label = figure.axes[-1].xaxis.label.get_window_extent(renderer)
-    own = note.get_window_extent(renderer)
-    assert 0 <= own.y0 < own.y1 < label.y0
-    assert own.x1 < figure.bbox.x1
-
-
 def test_a_busy_machine_is_said_and_drawn():
     def drawn(trace):
         return texts(timeline_figure({"ddp": [trace]}, "t").axes[0])
@@ -234,10 +221,3 @@ def test_a_busy_machine_is_said_and_drawn():
     assert "ranks waited 20% of the time for a slower one" in disturbance(
         [made_up_trace(lengths=(2e5, 2e5)), late]
     )
-
-
-def test_console_and_picture_have_one_number_for_what_is_hidden():
-    traces = [fixture("overlapped")]
-    windows = representative_step(traces)
-    hidden = hidden_fraction([overlap(t, w) for t, w in zip(traces, windows, strict=True)])
-    assert f"{hidden:.0%} hidden" in texts(timeline_figure({"v2": traces}, "t").axes[0])

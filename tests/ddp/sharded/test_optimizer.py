@@ -10,9 +10,7 @@ from ddp.sharded.optimizer import ELEMENTWISE
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import (
     Beside,
-    Branches,
     Chain,
-    branches_loss,
     chain_loss,
     make_optimizer,
     wrapped,
@@ -20,7 +18,6 @@ from tests.support.beside import (
 from tests.support.on_ranks import on_ranks
 
 NAME = "zero1"
-SHARDED = ["zero1", "zero2", "fsdp"]
 
 
 def in_groups(model: nn.Module) -> list[dict]:
@@ -207,18 +204,6 @@ def test_frozen_parameters_are_given_too(context: Context, name: str) -> None:
     frozen = list(pair.model.module.layers[1].parameters())
     with pytest.raises(ValueError, match="does not train parameters of shapes"):
         pair.model.make_optimizer(torch.optim.SGD, params=frozen)
-
-
-@on_ranks(2)
-def test_a_parameter_nobody_used_is_not_stepped(context: Context) -> None:
-    pair = Beside(context, NAME, Branches(3), find_unused_parameters=True, bucket_size_mb=None)
-    optimizer = pair.model.make_optimizer(torch.optim.Adam)
-    pair.backward(branches_loss(0, lambda _: [0, 2]))
-    pair.finish()
-    optimizer.step()
-    names = [name for name, _ in pair.model.module.named_parameters()]
-    stated = {names[number] for number in optimizer.state_dict()["state"]}
-    assert stated == {name for name in names if "branches.1" not in name}
 
 
 @pytest.mark.parametrize("name", [NAME, "fsdp"])

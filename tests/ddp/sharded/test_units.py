@@ -11,7 +11,7 @@ from ddp.sharded.internals.blocks import parameters_by_block
 from ddp.sharded.internals.stand_in import StandIn
 from ddp.sharded.units import GatheredUnit
 from ddp_by_hand.lm.rank_pool import Context
-from tests.ddp.sharded.test_fsdp import Network, tied
+from tests.ddp.sharded.test_fsdp import Network
 from tests.support.on_ranks import on_ranks
 
 
@@ -20,36 +20,12 @@ def names_by_block(network: nn.Module, classes=None) -> dict[str, list[str]]:
     return {block: list(parameters.values()) for block, parameters in found.items()}
 
 
-def test_blocks_are_members_of_module_lists():
+def test_blocks_are_members_of_module_lists_or_of_chosen_classes():
+    """A block of blocks has what is in none of them."""
     found = names_by_block(Network(depth=2))
     assert list(found) == ["", "blocks.0", "blocks.1"]
     assert found[""] == ["embedding.weight", "head.weight"]
     assert found["blocks.1"][:2] == ["blocks.1.0.weight", "blocks.1.0.bias"]
-
-
-def test_shared_parameters_belong_to_the_network():
-    network = Network(depth=2)
-    network.blocks[1][0].weight = network.blocks[0][0].weight
-    network.blocks[1][3].weight = network.embedding.weight = nn.Parameter(torch.ones(6))
-    found = names_by_block(network)
-    assert found[""] == ["embedding.weight", "blocks.0.0.weight", "head.weight"]
-    assert names_by_block(tied())[""] == ["embedding.weight"]
-
-
-def test_a_module_in_two_places():
-    network = Network(depth=3)
-    network.blocks[1][0] = network.blocks[0][0]  # in two blocks
-    network.extra = network.blocks[1][3]  # in a block and outside
-    network.blocks[2] = network.blocks[0]  # a block that is called twice
-    network.last = network.blocks[0]
-    found = names_by_block(network)
-    assert list(found) == ["", "blocks.0", "blocks.1"]
-    assert [name for name in found[""] if name.startswith("blocks")] == [
-        "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.3.weight", "blocks.1.3.bias"
-    ]  # fmt: skip
-
-
-def test_chosen_classes_and_blocks_in_blocks():
     assert list(names_by_block(Network(depth=1), (nn.Linear,))) == [
         "", "blocks.0.0", "blocks.0.2", "head"
     ]  # fmt: skip
@@ -61,6 +37,22 @@ def test_chosen_classes_and_blocks_in_blocks():
     found = names_by_block(outer)
     assert list(found) == ["", "blocks.0.experts.0", "blocks.0"]
     assert found["blocks.0"] == ["blocks.0.gate.weight", "blocks.0.gate.bias"]
+
+
+def test_what_is_in_two_blocks_belongs_to_the_network():
+    """Shared parameters, a layer in two places, and not a block that is called twice."""
+    network = Network(depth=3)
+    network.blocks[1][0] = network.blocks[0][0]  # in two blocks
+    network.extra = network.blocks[1][3]  # in a block and outside
+    network.blocks[2] = network.blocks[0]  # a block that is called twice
+    network.last = network.blocks[0]
+    network.blocks[1][2].weight = network.head.weight
+    found = names_by_block(network)
+    assert list(found) == ["", "blocks.0", "blocks.1"]
+    assert found[""] == [
+        "embedding.weight", "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.2.weight",
+        "blocks.1.3.weight", "blocks.1.3.bias",
+    ]  # fmt: skip
 
 
 @on_ranks(2)
