@@ -133,10 +133,19 @@ def lower_bound(quantile: Quantile, sigma: float, delta: float) -> float:
     Of two sums that differ by C in one number, the larger is above t with P[z > t − 1/σ], the other
     with P[z > t]. (ε, δ) bounds the one by e^ε times the other and δ, for each t.
     """
+    return _bound(*_tails(quantile, sigma), delta)
+
+
+def _tails(quantile: Quantile, sigma: float) -> tuple[Tensor, Tensor]:
+    """Returns P[z > t − 1/σ] and P[z > t] at many t."""
     u = torch.sigmoid(torch.linspace(-30, 30, GRID, dtype=torch.float64))
     z = quantile(u.clone()).double()
     above = torch.searchsorted(z, z - 1 / sigma).clamp(max=GRID - 1)
-    more, less = 1 - u[above], 1 - u
+    return 1 - u[above], 1 - u
+
+
+def _bound(more: Tensor, less: Tensor, delta: float) -> float:
+    """Returns the largest ε that two such probabilities exclude at δ."""
     return float(((more - delta).clamp(min=0) / less).max().log().clamp(min=0))
 
 
@@ -190,9 +199,10 @@ def _check_epsilon(mechanism: NoiseMechanism) -> None:
         if more < less or (more == less < math.inf and not may_be_same):
             raise ValueError(f"{where} does not rise with {name}: {less:.4g}, then {more:.4g}")
     for sigma in SIGMAS:
+        tails = _tails(mechanism.quantile, sigma)
         for delta in DELTAS:
             stated = at((sigma, 1.0, 1), delta=delta)
-            least = lower_bound(mechanism.quantile, sigma, delta)
+            least = _bound(*tails, delta)
             if stated < 0.999 * least and stated < math.inf:
                 raise ValueError(
                     f"{where} is {stated:.4g} for one step with noise_multiplier {sigma:g} and no "

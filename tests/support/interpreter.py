@@ -41,19 +41,68 @@ def _prepare() -> None:
 
 
 def _hasten() -> None:
-    """Leave out of Triton's interpreter what it does again and again: two thirds of its time.
+    """Leave out of Triton's interpreter what it does again and again: three quarters of its time.
 
     Its arithmetic is untouched. As in a compiled kernel, integers are not checked for overflow.
     """
+    from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.options = replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
+    _make_types_once(core)
+    _pass_semantics(interpreter)
     _look_types_up_once(interpreter)
     _translate_once(interpreter)
     _broadcast_where_needed(TritonSemantic)
+
+
+def _make_types_once(core: ModuleType) -> None:
+    """One type for all blocks of a shape and an element, with the size and shape of its values.
+
+    The interpreter makes them for each value that a kernel computes.
+    """
+    make, fill, known = core.block_type.__init__, core.tensor.__init__, {}
+
+    def of_values(type_):
+        fill(value := object.__new__(core.tensor), None, type_)
+        return value.numel, value.shape
+
+    def make_once(cls, element, shape):
+        key = element.name, *(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            new = object.__new__(cls)
+            make(new, element, shape)
+            new.of_values = of_values(new)
+            known[key] = new
+        return known[key]
+
+    def fill_from_type(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_values
+
+    core.dtype.of_values = of_values(core.int32)
+    core.block_type.__new__ = make_once
+    core.block_type.__init__ = lambda self, element, shape: None
+    core.tensor.__init__ = fill_from_type
+
+
+def _pass_semantics(interpreter: ModuleType) -> None:
+    """Calls what a function of the language does, without two others around it."""
+
+    def patch(owner, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args, **options):
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _look_types_up_once(interpreter: ModuleType) -> None:

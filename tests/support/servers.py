@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from unittest.mock import patch
 
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "opacus", "pytest", "dp_clipping.engine"]
+PRELOADED = [
+    "torch.distributed.fsdp", "torch._dynamo", "opacus", "pytest", "dp_clipping.engine",
+    "tests.support.frozen",
+]  # fmt: skip
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 

@@ -28,6 +28,14 @@ class Partly(nn.Module):
         return (self.second(torch.tanh(self.first(x))) * self.shift).sum(1)
 
 
+def layers() -> nn.Module:
+    """Two of them, and nothing that would run under vmap, on which a compiler takes seconds."""
+    return zoo.Net(
+        lambda net, x: net.second(torch.tanh(net.first(x))).sum(1),
+        first=nn.Linear(4, 4), second=nn.Linear(4, 4),
+    )  # fmt: skip
+
+
 BATCH = zoo.numbers(4, 3, 4, out=(4,))
 
 
@@ -51,7 +59,7 @@ def test_clipped_sums_with_a_layer_that_backward_does_not_reach():
 
 
 def test_what_slots_are_is_found_once_for_a_batch_size():
-    model = compiled(zoo.seeded(Partly))
+    model = compiled(zoo.seeded(layers))
     with patch.object(slots, "_new_layout", wraps=slots._new_layout) as new:
         for batch_size, calls in ((4, 1), (4, 1), (3, 2), (4, 2)):
             clipped_sums(model, [x[:batch_size] for x in BATCH], zoo.product)
@@ -71,9 +79,9 @@ def test_a_weight_that_backward_does_not_reach_is_not_among_those_used():
 
 
 def test_another_backward_is_refused():
-    model = compiled(zoo.seeded(Partly))
+    model = compiled(zoo.seeded(layers))
     clipped_sums(model, BATCH, zoo.product)
-    with pytest.raises(RuntimeError, match=r"^(shift|second.bias): backward of"):
+    with pytest.raises(RuntimeError, match=r"^second.bias: backward of"):
         model(BATCH[0]).sum().backward()
 
 
