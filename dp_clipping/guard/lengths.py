@@ -195,16 +195,20 @@ class Lengths:
     def _difference_of_losses(self, base: Observed, alone: Observed, loss_of: LossOf) -> str | None:
         """Returns what to say of a loss that changes with the length of the criterion's arguments.
 
-        Where two dimensions of an argument have the size of a length, nothing can be told.
+        Outputs of the network and tensors of the batch have the lengths that they have there: the
+        classes of a sample may be as many as its tokens. Where two dimensions of an argument have
+        the size of a length, nothing can be told.
         """
-        pairs = zip(base.outputs, alone.outputs, strict=True)
-        sizes = self._padded.sizes | dict(p for x, y in pairs for p in sizes_of(x, y).values())
+        pairs = list(zip(base.outputs, alone.outputs, strict=True))
+        outputs = {x.shape: sizes_of(x, y) for x, y in pairs}
+        sizes = self._padded.sizes | dict(p for own in outputs.values() for p in own.values())
         cuts: list[int] = []
 
         def shorter(own: Tensor) -> Tensor:
             lengths = {d: (n, sizes[n]) for d, n in enumerate(own.shape) if d and n in sizes}
             cuts.append(len(lengths))
-            return cut(own, lengths, self._padded.at_end)
+            known = outputs.get(own.shape, self._padded.sizes_in(own))
+            return cut(own, lengths if known is None else known, self._padded.at_end)
 
         before = loss_of(self._padded.row, lambda own: own)
         after = loss_of(self._padded.row, shorter, sizes)

@@ -12,7 +12,7 @@ from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.checks.terms import leaves_of
 from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
-from dp_clipping.clipping.accumulation import full_float32
+from dp_clipping.clipping.accumulation import full_float32, product_dtype
 from dp_clipping.distributed.dtensor import is_sharded
 from dp_clipping.layers.batch_layout import (
     FLATTENED,
@@ -322,6 +322,8 @@ def _apart(x: Tensor) -> Tensor:
 def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
     """Returns x with errors of the size of its dtype's rounding, which whole numbers have none of.
 
+    Under autocast they are of the size of its dtype's: what layers return in float32 may have that.
+
     One part of an error follows from the number: what is equal stays equal, so that comparisons,
     and the softmax of a row of one large constant, stay what they are. The other one has the signs
     of the numbers: sums change by it as their terms are large, however small the sum is, as by the
@@ -329,7 +331,7 @@ def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
     """
     if draw is None or is_sharded(x) or not x.is_floating_point():
         return x
-    eps, values = torch.finfo(x.dtype).eps, x.detach()
+    eps, values = torch.finfo(product_dtype(x)).eps, x.detach()
     errors = _of_bits(values, draw.initial_seed())
     if eps <= torch.finfo(torch.float32).eps:  # sums of others have finer rounding than they
         common = torch.randn((), generator=draw, device=x.device, dtype=torch.float32)

@@ -41,6 +41,11 @@ OF_ZEROS = (
     "zeros that takes its place ({error}): let forward take one, of which nothing is used"
 )
 
+WITHOUT_GRAPH = (
+    "the network differentiates in its forward ({error}), and where ranks share its parameters it "
+    'is run without a graph to find its samples: train replicas, ddp.wrap("ddp_bucketed", network)'
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -197,7 +202,10 @@ class InputReader:
             if not isinstance(error, Exception):
                 raise
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
-            if self.capture.sharding is not None or (is_passed_on(error) and not is_lost):
+            is_sharded = self.capture.sharding is not None
+            if is_sharded and "does not require grad" in str(error):
+                raise RuntimeError(WITHOUT_GRAPH.format(error=shown(error))) from error
+            if is_sharded or (is_passed_on(error) and not is_lost):
                 raise
             if size and not is_lost:
                 self._as_it_is(args, kwargs, has_backward=not _is_refusal(error))

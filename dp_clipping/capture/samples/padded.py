@@ -39,14 +39,14 @@ class Leaf:
 
     def fits(self, row: int, at_end: bool) -> bool:
         """Returns whether the sample alone is what a row of the batch has at its start or end."""
-        return equal(cut(self._row(row), self.sizes, at_end), self.alone)
+        return equal(cut(self.row(row), self.sizes, at_end), self.alone)
 
     def holds_a_part(self, row: int) -> bool:
         """Returns whether a row of the batch is the sample with something cut off, not padding."""
         if len(self.sizes) != 1:
             return False
         ((dim, (short, long)),) = self.sizes.items()
-        x = self._row(row)
+        x = self.row(row)
         for start in range(long - short + 1 if short < long else 0):
             if equal(self.alone.narrow(dim, start, short), x):
                 y = self.alone.movedim(dim, 0)
@@ -63,7 +63,7 @@ class Leaf:
             {dims.get(d, d): pair for d, pair in self.sizes.items()}, self.is_random,
         )  # fmt: skip
 
-    def _row(self, row: int) -> Tensor:
+    def row(self, row: int) -> Tensor:
         return self.whole if self.dim is None else self.whole.narrow(self.dim, row, 1)
 
 
@@ -142,6 +142,14 @@ class Padded:
             if (which == slice(None) or any(len(own) > 1 for own in others))
             and (numbers or are_lengths)
         ]
+
+    def sizes_in(self, own: Tensor) -> Sizes | None:
+        """Returns the lengths of the sample's part [1, ..] of a tensor; None: not the batch's."""
+        for leaf in self._leaves:
+            for one in (leaf, leaf.transposed()) if leaf.whole.dim() > 1 else (leaf,):
+                if one.dim == 0 and equal(own, one.row(self.row)):
+                    return one.sizes
+        return None
 
     def _shortened(
         self, known: list[tuple[Sizes, Tensor | None] | None], which: slice, are_lengths: bool,

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FSDPModule, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -96,6 +97,22 @@ def refused_of_fsdp2(context: Context) -> None:
     with pytest.raises(ValueError, match=r"blocks\.0, but not to the module itself"):
         sharding_of(network)
     refused_steps(context, fsdp2, partial(fsdp2, wrap="root"))
+    model = private(fsdp2(context, Slope(), wrap="root"))
+    with pytest.raises(RuntimeError, match=r"differentiates in its forward.*train replicas"):
+        model(torch.randn(3, 4))
+
+
+class Slope(nn.Module):
+    """Returns the gradient of a number by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(x).tanh().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
 def refused_of_fsdp1(context: Context) -> None:

@@ -35,6 +35,16 @@ def pad(samples, length=None, at_end=False, sort=False, multiple=1):
     return torch.stack(ids), torch.tensor([y for _, y in samples])
 
 
+def short_samples():
+    """Sequences of up to as many words as there are classes, of the first class."""
+    return [(x[: 2 + i % (CLASSES - 1)], 0) for i, (x, _) in enumerate(samples_of())]
+
+
+def with_one_hot_classes(samples):
+    ids, labels = pad(samples)
+    return ids, F.one_hot(labels, CLASSES).float()
+
+
 def truncate(samples):
     shortest = min(len(x) for x, _ in samples)
     return torch.stack([x[:shortest] for x, _ in samples]), torch.tensor([y for _, y in samples])
@@ -286,6 +296,10 @@ RIGHT = {
     "positions": lambda: train(Reader("masked"), partial(with_positions, from_end=False)),
     "padding at the left, masked": lambda: train(Reader("masked"), partial(pad, at_end=True)),
     "one length": lambda: train(Reader("last"), partial(pad, length=LONGEST)),
+    "as many classes as words": lambda: train(Reader("masked"), samples=short_samples()),
+    "as many classes as words, one-hot": lambda: train(
+        Reader("masked"), with_one_hot_classes, samples=short_samples()
+    ),
     "sorted": lambda: train(Reader("read", "lstm"), partial(pad, sort=True)),
     "dropout": lambda: train(Reader("masked", "lstm", dropout=0.5)),
     "noise": lambda: train(Reader("masked", "lstm", noise=1.0)),
@@ -306,6 +320,7 @@ RIGHT = {
     ),
     "16 bit": lambda: train(Reader("masked").bfloat16()),
     "autocast": lambda: train(Reader("masked", "attention"), loop=in_autocast),
+    "packed sequences in autocast": lambda: train(Packing("state"), loop=in_autocast),
     "samples that are changed in place": lambda: train(
         Reader("masked"), emptied, samples=Dictionaries()
     ),
