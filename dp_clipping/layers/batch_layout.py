@@ -382,8 +382,8 @@ def check_size(x: Tensor, layout: Layout, handle: Any, batch_size: int) -> None:
         fact = f"got an input of shape {tuple(x.shape)} for a batch of {batch_size} samples"
     elif is_flattened and torch.is_grad_enabled():
         step = handle.private_step
-        # In backward checkpointing runs it again.
-        handle.calls += step is None or step.is_in_forward
+        if step is None or step.is_in_forward:  # in backward checkpointing runs it again
+            handle.calls += 1
         if handle.calls > max(handle.flattened, handle.sought):
             handle.sought = handle.calls
             raise UsedMore(handle.name)

@@ -24,7 +24,7 @@ def draw(path: Path, sentence: str = "Left is faster.") -> None:
 
 
 @pytest.fixture
-def benchmark(tmp_path):
+def recorded(tmp_path):
     medians = {
         "none": 10.0, "ddp": 14.0, "ddp_bucketed": 12.0, "ddp_copy_engine": "unavailable",
         "torch_ddp": 13.0,
@@ -64,8 +64,8 @@ def check_spread(row: dict, samples: list[float]) -> None:
         assert row[key] == (f"{value:.1f}" if value >= 100 else f"{value:.2f}")
 
 
-def test_numbers_of_the_benchmark_are_those_of_its_rows(benchmark):
-    page = Page(render(benchmark))
+def test_numbers_of_the_benchmark_are_those_of_its_rows(recorded):
+    page = Page(render(recorded))
     times = page.rows("Step time")
     assert list(times) == ["none", "ddp", "ddp_bucketed", "ddp_copy_engine", "torch_ddp"]
     for name, median in {
@@ -120,17 +120,17 @@ def test_numbers_of_the_grid_are_those_of_its_files(llama):
     assert "ghost_fsdp" not in page.rows("Memory", 1)
 
 
-def test_a_round_that_failed_is_listed_beside_the_others(benchmark):
-    lines = (benchmark / "results.jsonl").read_text().splitlines()
+def test_a_round_that_failed_is_listed_beside_the_others(recorded):
+    lines = (recorded / "results.jsonl").read_text().splitlines()
     row = next(r for r in map(json.loads, lines) if r["round"] == 2)
     del row["step_ms"]
-    Results(benchmark).record({**row, "status": "timeout", "reason": "rank 1 hung"})
-    page = Page(render(benchmark))
+    Results(recorded).record({**row, "status": "timeout", "reason": "rank 1 hung"})
+    page = Page(render(recorded))
     assert page.rows("Step time")["none"]["rounds"] == "4 of 5"
     assert page.tables["Not measured"][0][1] == ["none", "3", "timeout", "rank 1 hung"]
 
 
-def test_pictures_are_embedded_with_their_sentences(llama, benchmark):
+def test_pictures_are_embedded_with_their_sentences(llama, recorded):
     page = Page(render(llama))
     assert [image.size for image in page.pictures] == [(100, 50)] * 2
     assert page.captions == [
@@ -138,23 +138,23 @@ def test_pictures_are_embedded_with_their_sentences(llama, benchmark):
         "time comparison. Shorter is faster.",
     ]
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
-    (benchmark / "comparison.png").unlink()
-    assert "Pictures" not in Page(render(benchmark)).text
+    (recorded / "comparison.png").unlink()
+    assert "Pictures" not in Page(render(recorded)).text
 
 
-def test_several_machines_few_rounds_and_ratios_are_said(benchmark, tmp_path):
-    assert "measured alike" not in Page(render(benchmark)).text
-    record_benchmark(benchmark, {"more": 9.0}, rounds=2, environment={"torch": "2.11.0"})
-    text = Page(render(benchmark)).text
+def test_several_machines_few_rounds_and_ratios_are_said(recorded, tmp_path):
+    assert "measured alike" not in Page(render(recorded)).text
+    record_benchmark(recorded, {"more": 9.0}, rounds=2, environment={"torch": "2.11.0"})
+    text = Page(render(recorded)).text
     assert "Not all was measured alike: torch 2.13.0; 2.11.0." in text
     assert "Intervals rest on 2 rounds" in text
-    assert "×: ratio of medians" in Page(render(benchmark)).text
+    assert "×: ratio of medians" in Page(render(recorded)).text
     alone = record_benchmark(tmp_path / "x", {"mine": 10.0})
     assert "×: ratio" not in Page(render(alone)).text
 
 
-def test_what_matters_is_said_first(benchmark):
-    text = Page(render(benchmark)).text
+def test_what_matters_is_said_first(recorded):
+    text = Page(render(recorded)).text
     fastest = (
         r"compared with {} \({} ms\): ddp_bucketed, {} × its time, 95 % interval \[[01]\.\d{{3}}"
     )
@@ -166,18 +166,18 @@ def test_what_matters_is_said_first(benchmark):
     assert "WRONG" not in text
 
 
-def test_a_verdict_comes_first(benchmark):
+def test_a_verdict_comes_first(recorded):
     verdict = {"headline": "Bound by noise.", "ranked": ["noise (6%)", "host (5%)"]}
-    (benchmark / "verdict.json").write_text(json.dumps(verdict))
-    text = Page(render(benchmark)).text
+    (recorded / "verdict.json").write_text(json.dumps(verdict))
+    text = Page(render(recorded)).text
     order = [text.index(x) for x in ("At a glance\n", *verdict["ranked"], "5 cells: ")]
     assert order == sorted(order)
     assert text.index("Bound by noise.") < order[1]
-    (benchmark / "verdict.json").write_text("[]")
+    (recorded / "verdict.json").write_text("[]")
     with pytest.raises(ValueError, match=r"verdict\.json: not a verdict; remove it"):
-        render(benchmark)
-    (benchmark / "verdict.json").write_text("{}")
-    assert "At a glance" in render(benchmark)
+        render(recorded)
+    (recorded / "verdict.json").write_text("{}")
+    assert "At a glance" in render(recorded)
 
 
 def test_a_wrong_gradient_is_said(tmp_path):
@@ -200,7 +200,7 @@ def test_a_price_of_clipping_beside_the_same_implementation(tmp_path):
     assert interval(prices[3])[0] == pytest.approx(2, abs=6e-4)
 
 
-def test_text_of_results_is_never_markup(tmp_path, benchmark):
+def test_text_of_results_is_never_markup(tmp_path, recorded):
     """As a name, a setting, a reason, a version, a command, a picture's sentence, a file's name."""
     folder = tmp_path / "<b>folder</b>"
     record_benchmark(
@@ -214,7 +214,7 @@ def test_text_of_results_is_never_markup(tmp_path, benchmark):
     draw(folder / "<i>.png", "")
     (folder / "summary.txt").write_text(f"</pre></details>{MARKUP}")
     text = render(folder)
-    page, plain = Page(text), Page(render(benchmark))
+    page, plain = Page(text), Page(render(recorded))
     assert set(page.tags) - set(plain.tags) <= {"details", "summary"}
     assert page.text.count(MARKUP) >= 8
     assert "\x1b" not in text
@@ -245,8 +245,8 @@ def test_a_token_is_never_in_it(tmp_path, monkeypatch, in_environment):
     assert "token=***" in text
 
 
-def test_it_needs_nothing_from_elsewhere(benchmark):
-    text = render(benchmark)
+def test_it_needs_nothing_from_elsewhere(recorded):
+    text = render(recorded)
     page = Page(text)
     assert not {"script", "link", "iframe", "object", "embed", "form"} & set(page.tags)
     assert not re.search(r"https?:", re.sub(r"base64,[^\"]*", "", text))
@@ -256,14 +256,14 @@ def test_it_needs_nothing_from_elsewhere(benchmark):
         assert medium in text
 
 
-def test_the_command_writes_it_in_one_line(benchmark, capsys, tmp_path):
-    assert main([str(benchmark)]) == 0
-    assert capsys.readouterr().out == f"{benchmark / 'report.html'}\n"
-    assert (benchmark / "report.html").read_text() == render(benchmark)
-    assert main([str(benchmark), "--output", str(tmp_path / "r.html")]) == 0
-    assert (tmp_path / "r.html").read_text() == render(benchmark)
+def test_the_command_writes_it_in_one_line(recorded, capsys, tmp_path):
+    assert main([str(recorded)]) == 0
+    assert capsys.readouterr().out == f"{recorded / 'report.html'}\n"
+    assert (recorded / "report.html").read_text() == render(recorded)
+    assert main([str(recorded), "--output", str(tmp_path / "r.html")]) == 0
+    assert (tmp_path / "r.html").read_text() == render(recorded)
     path = tmp_path / "no" / "r.html"
-    assert main([str(benchmark), "--output", str(path)]) == 2
+    assert main([str(recorded), "--output", str(path)]) == 2
     assert capsys.readouterr().err == (
         f"ddp_by_hand.measure.report: {path}: cannot be written (No such file or directory), name "
         "another file with --output\n"
@@ -275,7 +275,7 @@ def test_the_command_writes_it_in_one_line(benchmark, capsys, tmp_path):
     [("gone", "no such folder"), (".", "no results there"), ("run/results.jsonl", "is a file"),
      ("broken", "not a whole PNG")],
 )  # fmt: skip
-def test_what_cannot_be_reported_is_one_line(benchmark, tmp_path, capsys, folder, said):
+def test_what_cannot_be_reported_is_one_line(recorded, tmp_path, capsys, folder, said):
     record_benchmark(tmp_path / "broken", {"none": 1.0})
     (tmp_path / "broken" / "x.png").write_text("no picture")
     assert main([str(tmp_path / folder)]) == 2
@@ -285,7 +285,7 @@ def test_what_cannot_be_reported_is_one_line(benchmark, tmp_path, capsys, folder
     assert not (tmp_path / folder / "report.html").exists()
 
 
-def test_at_the_end_of_a_run_a_report_that_cannot_be_is_said(benchmark):
-    assert say_report(benchmark) == f"report: {benchmark / 'report.html'}"
-    (benchmark / "comparison.png").write_text("no picture")
-    assert re.fullmatch(r"no report: .*comparison\.png: not a whole PNG.*", say_report(benchmark))
+def test_at_the_end_of_a_run_a_report_that_cannot_be_is_said(recorded):
+    assert say_report(recorded) == f"report: {recorded / 'report.html'}"
+    (recorded / "comparison.png").write_text("no picture")
+    assert re.fullmatch(r"no report: .*comparison\.png: not a whole PNG.*", say_report(recorded))

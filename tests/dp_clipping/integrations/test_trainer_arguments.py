@@ -5,11 +5,15 @@ import logging
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from dp_clipping import PrivacyEngine
 from dp_clipping.integrations.trainer_arguments import ENGINE, OPTIONS, PrivacyArguments
 from tests.dp_clipping.integrations.conftest import arguments, trainer_of
 
+CHECKPOINTING = "activation_checkpointing_kwargs"
+if not hasattr(TrainingArguments, CHECKPOINTING):  # its name at first
+    CHECKPOINTING = "gradient_checkpointing_kwargs"
 REFUSED = [
     ({"auto_find_batch_size": True}, "gradient_accumulation_steps=.. for larger batches"),
     ({"label_smoothing_factor": 0.1}, r"PrivateTrainer\(compute_loss_func=f"),
@@ -27,7 +31,7 @@ REFUSED = [
         {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
         "give gradient_accumulation_steps",
     ),
-    ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "'use_reentrant': False"),
+    ({CHECKPOINTING: {"use_reentrant": True}}, "'use_reentrant': False"),
 ]
 SET_LATER = [  # the arguments themselves ask for a GPU, another package or ranks
     ("fp16", True, "use bf16=True"),
