@@ -86,7 +86,7 @@ FUSED = [[], ["--tile-size", 32], ["--memory-budget-mb", 0], ["--memory-budget-m
     ids=["privacy", "fused", "of fused modes alone", "the plan"],
 )
 def test_cells_differ_by_mode_and_by_what_changes_a_measurement(modes, options, alike):
-    """`alike`: modes whose cells are the same with each of the options."""
+    """Compares the keys of cells; those of modes in `alike` are the same with each option."""
     keys = {mode: set() for mode in modes}
     for more in options:
         settings = settings_for("--implementations", "ddp", "--clipping", *modes, *more)
