@@ -107,7 +107,8 @@ def _launch(
         lambda tile: _launch(operands, weights, groups, tile),
     )  # fmt: skip
     counts, share, splits, aligned = _division(tuple(shapes), batch_size, tokens, tile)
-    parts = [y.new_empty(splits, *shape, dtype=torch.float32) for shape in operands.results]
+    of_shares = () if splits == 1 else (splits,)
+    parts = [y.new_empty(*of_shares, *shape, dtype=torch.float32) for shape in operands.results]
     shared = dict(
         EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows, BLOCK_P=tile.columns,
         BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
@@ -127,9 +128,7 @@ def _launch(
             (len(pairs), batch_size, share), DTYPE=y.dtype, DESCRIBED=described,
             ALIGNED=aligned, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
-    if splits == 1:
-        return [one[0] for one in parts]
-    return [one.sum(0) for one in parts]
+    return parts if splits == 1 else [one.sum(0) for one in parts]
 
 
 @lru_cache(maxsize=1024)
