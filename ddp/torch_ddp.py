@@ -175,15 +175,19 @@ class TorchZero1(TorchDDP):
     ) -> Optimizer:
         params = trainable(self.module) if params is None else params
         options |= {"optimizer_class": cls, "process_group": self.process_group}
-        return optimizer_class()(params, **options)
+        optimizer = optimizer_class()(params, **options)
+        optimizer.cls = cls  # as `ddp.sharded`'s has it: its state is in the format of this class
+        return optimizer
 
 
 @cache
-def optimizer_class() -> type[Optimizer]:
+def optimizer_class() -> Any:
     """Returns PyTorch's class, whose whole state every rank gets. Imported late: it takes long."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class WholeState(ZeroRedundancyOptimizer):
+        cls: Callable[..., Optimizer]
+
         def state_dict(self) -> dict[str, Any]:
             """Returns the state of all ranks, in the format of one process; a collective call."""
             self.consolidate_state_dict(to=0)
