@@ -174,8 +174,7 @@ class TorchZero1(TorchDDP):
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
         params = trainable(self.module) if params is None else params
-        options |= {"optimizer_class": cls, "process_group": self.process_group}
-        optimizer = optimizer_class()(params, **options)
+        optimizer = optimizer_class()(params, cls, self.process_group, **options)
         optimizer.cls = cls  # as `ddp.sharded`'s has it: its state is in the format of this class
         return optimizer
 
@@ -186,8 +185,6 @@ def optimizer_class() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class WholeState(ZeroRedundancyOptimizer):
-        cls: Callable[..., Optimizer]
-
         def state_dict(self) -> dict[str, Any]:
             """Returns the state of all ranks, in the format of one process; a collective call."""
             self.consolidate_state_dict(to=0)
