@@ -174,12 +174,13 @@ class TorchZero1(TorchDDP):
         self, cls: Callable[..., Optimizer], params: Any = None, **options: Any
     ) -> Optimizer:
         params = trainable(self.module) if params is None else params
-        options |= {"optimizer_class": cls, "process_group": self.process_group}
-        return optimizer_class()(params, **options)
+        optimizer = optimizer_class()(params, cls, self.process_group, **options)
+        optimizer.cls = cls  # as `ddp.sharded`'s has it: its state is in the format of this class
+        return optimizer
 
 
 @cache
-def optimizer_class() -> type[Optimizer]:
+def optimizer_class() -> Any:
     """Returns PyTorch's class, whose whole state every rank gets. Imported late: it takes long."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

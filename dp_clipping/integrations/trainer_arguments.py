@@ -277,6 +277,16 @@ def refusals_of(
     ]  # fmt: skip
 
 
+def refuse_divided(network: Any) -> None:
+    """Raises ValueError for a wrapper with which each rank steps a part of the parameters."""
+    if hasattr(network, "gradient_pieces"):
+        raise ValueError(
+            f"data_parallel gives a {type(network).__name__}, whose optimizer it makes itself, and "
+            'a Trainer makes its own: give functools.partial(ddp.wrap, "ddp_bucketed"), or train '
+            "it with engine.make_private(module=model, ..) in a loop of your own (docs/sharded.md)"
+        )
+
+
 def adapters_of(model: Any) -> dict[str, nn.Parameter]:
     """Returns the trainable parameters of a model with PEFT adapters; of another one, none."""
     own = model.named_parameters() if hasattr(model, "peft_config") else ()

@@ -23,6 +23,7 @@ from dp_clipping.integrations.trainer_arguments import (
     refusals_of,
     refuse_arguments,
     refuse_dataset,
+    refuse_divided,
     refuse_missing,
     refuse_unreached,
     warn_of_still,
@@ -211,6 +212,7 @@ class PrivateTrainer(Trainer):
         privacy, network = self.privacy, self._network()
         if self._data_parallel is not None and self.args.world_size > 1:
             network = self._data_parallel(network)
+            refuse_divided(network)
         self.model.train()  # from_pretrained and an evaluation leave it otherwise
         self.create_optimizer()
         arguments = privacy.of_make_private()

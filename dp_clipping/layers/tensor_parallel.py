@@ -150,7 +150,9 @@ def refuse_distributed(layer: Any, *tensors: Tensor | None) -> None:
     if any(map(is_sharded, tensors)):
         raise ValueError(
             f"{layer.name or 'the network'} is given DTensors, and tensor parallel is supported "
-            "for linear layers, embeddings and norms: leave it out of the plan, or freeze it"
+            "for linear layers, embeddings and norms: leave it out of the plan, or freeze it; if "
+            "it has parameters of its own beside layers of the plan, move those to a module "
+            "without such layers"
         )
 
 

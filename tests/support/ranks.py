@@ -171,6 +171,7 @@ OTHERS = {
         partial(fsdp2, mp_policy=MixedPrecisionPolicy(param_dtype=BFLOAT16)), dtype=torch.float32
     ),
     "fsdp in bfloat16": of_variant("fsdp", param_dtype=BFLOAT16),
+    "torch_zero1": of_variant("torch_zero1"),
 }
 LAYOUTS: dict[str, Layout] = REPLICAS | DIVIDED | SHARDED | ON_FOUR | OTHERS
 

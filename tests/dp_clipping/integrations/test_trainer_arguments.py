@@ -1,5 +1,6 @@
 """What private training cannot follow is refused by name, with what to use instead."""
 
+import functools
 import inspect
 import logging
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from ddp import wrap
 from dp_clipping import PrivacyEngine
 from dp_clipping.integrations.trainer_arguments import ENGINE, OPTIONS, PrivacyArguments
 from tests.dp_clipping.integrations.conftest import arguments, trainer_of
@@ -63,6 +65,15 @@ def test_ranks_without_an_exchange_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(args), "world_size", 2)
     with pytest.raises(ValueError, match=r'functools\.partial\(ddp\.wrap, "ddp_bucketed"\)'):
         trainer_of("gpt2", tmp_path, trainer={"args": args})
+
+
+def test_a_wrapper_that_makes_its_optimizer_is_refused(one_rank, tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    options = {"args": args, "data_parallel": functools.partial(wrap, "zero1")}
+    trainer = trainer_of("gpt2", tmp_path, trainer=options)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    with pytest.raises(ValueError, match=r'gives a Zero1DDP, .*\(ddp\.wrap, "ddp_bucketed"\)'):
+        trainer.train()
 
 
 def test_an_optimizer_itself_may_be_any(tmp_path):

@@ -1,5 +1,7 @@
 """Norms and sums of layers that tensor parallel divides; networks are in `ranks/test_steps.py`."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -198,6 +200,43 @@ def test_other_layouts_are_refused_by_name(context: Context) -> None:
     bare[0].scale = nn.Parameter(DTensor.from_local(bare[0].scale.detach(), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"0 is given DTensors, .* linear layers, embeddings"):
         step(bare, batch)
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Around(nn.Module):
+    """Adds a parameter beside layers that ranks divide, itself or by a module."""
+
+    def __init__(self, is_apart: bool) -> None:
+        super().__init__()
+        self.shift = Shift() if is_apart else None
+        self.by = None if is_apart else nn.Parameter(torch.linspace(-1, 1, 4))
+        self.wide, self.narrow = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.by if self.shift is None else self.shift(x)
+        return self.narrow(self.wide(x).tanh())
+
+
+@on_ranks(2)
+def test_a_parameter_beside_layers_of_the_plan_needs_a_module(context: Context) -> None:
+    batch = zoo.numbers(4, 4, out=(3,))
+    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+    for is_apart in (False, True):
+        plain = Around(is_apart).double()
+        network = parallelize_module(copy.deepcopy(plain), tensor_mesh(context), plan)
+        if is_apart:
+            check_steps(network, plain, batch, "flash_bookkeeping")
+        else:
+            with pytest.raises(ValueError, match="move those to a module without such layers"):
+                one_step(private(network, "flash_bookkeeping", 1.0), batch, zoo.product)
 
 
 class HeadNorm(nn.Module):

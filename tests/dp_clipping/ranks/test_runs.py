@@ -301,7 +301,7 @@ def test_all_runs(cpu_ranks, layout, name, microbatch):
 
 GO_ON = [  # the layouts before and after, and options
     ("ddp_individual_v2", "ddp_individual_v2", "in bfloat16"), ("zero1", "fsdp", "poisson"),
-    ("fsdp", "zero2", "cyclic"),
+    ("fsdp", "zero2", "cyclic"), ("torch_zero1", "zero1", "poisson"),
     ("fsdp2 on four", "fsdp2 block", "adaptive"), ("fsdp2 x tensor", "fsdp2 block", "correlated"),
     (None, "tensor", "poisson"),
 ]  # fmt: skip
