@@ -23,7 +23,7 @@ from torch import Tensor
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch, map_tensors, tensors_of
-from dp_clipping.capture.samples.padded import Padded, cut, sizes_of
+from dp_clipping.capture.samples.padded import Padded, Sizes, cut, sizes_of
 from dp_clipping.clipping.accumulation import doubled, full_float32, network_in_float64
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.torch_compat import every_module, gradients_in_modes
@@ -200,14 +200,17 @@ class Lengths:
         the size of a length, nothing can be told.
         """
         pairs = list(zip(base.outputs, alone.outputs, strict=True))
-        outputs = {x.shape: sizes_of(x, y) for x, y in pairs}
-        sizes = self._padded.sizes | dict(p for own in outputs.values() for p in own.values())
+        outputs: dict[torch.Size, Sizes | None] = {}
+        for x, y in pairs:
+            own = sizes_of(x, y)
+            outputs[x.shape] = own if outputs.setdefault(x.shape, own) == own else None
+        sizes = self._padded.sizes | dict(p for x, y in pairs for p in sizes_of(x, y).values())
         cuts: list[int] = []
 
         def shorter(own: Tensor) -> Tensor:
             lengths = {d: (n, sizes[n]) for d, n in enumerate(own.shape) if d and n in sizes}
             cuts.append(len(lengths))
-            known = outputs.get(own.shape, self._padded.sizes_in(own))
+            known = outputs.get(own.shape) if own.requires_grad else self._padded.sizes_in(own)
             return cut(own, lengths if known is None else known, self._padded.at_end)
 
         before = loss_of(self._padded.row, lambda own: own)

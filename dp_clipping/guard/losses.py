@@ -318,7 +318,7 @@ class Criterion:
         leaves: dict[int, Tensor] = {}
 
         def changed(x: Tensor) -> Tensor:
-            n, own = next(numbers), x.detach()
+            n, own = next(numbers), x
             if layout := self._given.get(n):
                 own = layout.restore(change(layout.batch_first(own, self._size)))
             if x.requires_grad:

@@ -242,7 +242,9 @@ class _Calls:
             self.seen.add(handle.name, "gradient", summary(rows, layout, self._size), number)
             return gradient
 
-        y = _rounded(y, self._rounding) + self._trigger(y)
+        # Under autocast a recurrent layer computes in 16 bit, and returns float32.
+        dtype = product_dtype(y) if handle.kind == "recurrent" else y.dtype
+        y = _rounded(y, self._rounding, dtype) + self._trigger(y)
         if y.requires_grad:
             number = self.seen.number(handle.name, "gradient")
             y.register_hook(arrived)
@@ -319,19 +321,22 @@ def _apart(x: Tensor) -> Tensor:
     return x if x.is_leaf else x.detach().requires_grad_()
 
 
-def _rounded(x: Tensor, draw: torch.Generator | None) -> Tensor:
+def _rounded(
+    x: Tensor, draw: torch.Generator | None, dtype: torch.dtype | None = None
+) -> Tensor:  # fmt: skip
     """Returns x with errors of the size of its dtype's rounding, which whole numbers have none of.
-
-    Under autocast they are of the size of its dtype's: what layers return in float32 may have that.
 
     One part of an error follows from the number: what is equal stays equal, so that comparisons,
     and the softmax of a row of one large constant, stay what they are. The other one has the signs
     of the numbers: sums change by it as their terms are large, however small the sum is, as by the
     order of the terms.
+
+    Args:
+        dtype: in which x was computed; default: its own.
     """
     if draw is None or is_sharded(x) or not x.is_floating_point():
         return x
-    eps, values = torch.finfo(product_dtype(x)).eps, x.detach()
+    eps, values = torch.finfo(dtype or x.dtype).eps, x.detach()
     errors = _of_bits(values, draw.initial_seed())
     if eps <= torch.finfo(torch.float32).eps:  # sums of others have finer rounding than they
         common = torch.randn((), generator=draw, device=x.device, dtype=torch.float32)

@@ -234,7 +234,52 @@ def least_length():
     return network
 
 
+class Both(nn.Module):
+    """Returns numbers of each word, and of each sample: as many as there are classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_words, self.of_samples = Tagger(1), Reader("masked")
+
+    def forward(self, ids):
+        return self.of_words(ids)[..., 0] * (ids != 0), self.of_samples(ids)
+
+
+def divided(model, criterion, batch, what):
+    """The criterion divides by the length of an argument that is no output."""
+    ids, labels = batch
+    of_length = ids if what == "words" else (ids != 0).float()
+    return criterion(model(ids), labels, of_length)
+
+
+def over_length(outputs, labels, of_length):
+    return F.cross_entropy(outputs, labels, reduction="none") / of_length.shape[1]
+
+
+def by_mean(outputs, labels):
+    """Counts the classes: they are no length, however many words there are."""
+    return F.cross_entropy(outputs, labels.argmax(1), reduction="none") * labels.mean(1)
+
+
+def of_both(outputs, labels):
+    words, samples = outputs
+    losses = F.cross_entropy(samples, labels, reduction="none")
+    return losses + words.square().sum(1) / words.shape[1]
+
+
 WRONG = {
+    # With as many classes as words an output has the shape of what has the length.
+    "loss divided by the length of words, as of classes": lambda: train(
+        Reader("masked"), loop=partial(divided, what="words"), criterion=over_length,
+        samples=short_samples(),
+    ),
+    "loss divided by the length of a mask, as of classes": lambda: train(
+        Reader("masked"), loop=partial(divided, what="a mask"), criterion=over_length,
+        samples=short_samples(),
+    ),
+    "loss divided by the length of one of two outputs, as of classes": lambda: train(
+        Both(), criterion=of_both, samples=short_samples()
+    ),
     "needs some length": lambda: train(least_length()),
     "reads the last position": lambda: train(Reader("last")),
     "reads the last position of an lstm": lambda: train(Reader("last", "lstm")),
@@ -298,7 +343,7 @@ RIGHT = {
     "one length": lambda: train(Reader("last"), partial(pad, length=LONGEST)),
     "as many classes as words": lambda: train(Reader("masked"), samples=short_samples()),
     "as many classes as words, one-hot": lambda: train(
-        Reader("masked"), with_one_hot_classes, samples=short_samples()
+        Reader("masked"), with_one_hot_classes, criterion=by_mean, samples=short_samples()
     ),
     "sorted": lambda: train(Reader("read", "lstm"), partial(pad, sort=True)),
     "dropout": lambda: train(Reader("masked", "lstm", dropout=0.5)),

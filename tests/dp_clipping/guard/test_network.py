@@ -169,6 +169,23 @@ def test_a_network_that_mixes_samples_is_refused(name, size):
     assert model.network.training
 
 
+@pytest.mark.parametrize("name", ["a norm", "a table"])
+def test_one_percent_of_mixing_is_refused_under_autocast(name):
+    """Its float32 is no sum of numbers of 16 bit."""
+    table = zoo.Net(
+        lambda net, x: net.head((h := net.words(x).mean(1)) + 0.01 * h.mean(0)),
+        words=nn.Embedding(9, 5), head=nn.Linear(5, 3),
+    )  # fmt: skip
+    norm = Function(lambda net, x: net.second((h := net.norm(x)) + 0.01 * h.mean(0)))
+    model = private(norm if name == "a norm" else table)
+    x = torch.randn(12, 5) if name == "a norm" else torch.randint(9, (12, 4))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="depends on the other samples"),
+    ):
+        model(x)
+
+
 def test_a_batch_that_is_refused_is_refused_again():
     model = private(zoo.Net(lambda net, x: net.a(x - x.mean(0) * (len(x) > 4)), a=nn.Linear(4, 2)))
     for _ in range(4):
