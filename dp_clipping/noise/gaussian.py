@@ -182,7 +182,7 @@ def _joined(streams: Sequence[NoiseStream], device: torch.device) -> NoiseStream
 def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns Philox4x32-10 of the 128-bit counters (`counters` low, the stream's words high).
 
-    On a CPU by NumPy, whose operators take half as long.
+    It is computed by NumPy on a CPU, which takes less time.
 
     Args:
         counters: [n], int64, read as 64 unsigned bits.
@@ -190,7 +190,7 @@ def philox(counters: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor, Tenso
     Returns:
         four tensors [n] of int64 in [0, 2³²), or [streams, n] of several that are joined.
     """
-    if not counters.is_cpu:
+    if not counters.is_cpu or type(counters) is not Tensor:
         return _philox(torch, counters, *stream)
     # Unsigned, whose shift is the faster one.
     words = [x.numpy().view(np.uint64) if isinstance(x, Tensor) else x for x in stream]

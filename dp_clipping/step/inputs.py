@@ -203,7 +203,7 @@ class InputReader:
                 raise
             is_lost = "CUDA error" in str(error)  # after which nothing more can be computed
             is_sharded = self.capture.sharding is not None
-            if is_sharded and "does not require grad" in str(error):
+            if is_sharded and "of tensors does not require grad" in str(error):
                 raise RuntimeError(WITHOUT_GRAPH.format(error=shown(error))) from error
             if is_sharded or (is_passed_on(error) and not is_lost):
                 raise

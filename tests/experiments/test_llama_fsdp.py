@@ -167,6 +167,22 @@ def test_weights_from_files(cpu_ranks, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_cell_that_fails_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    model = save_llama(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
+    arguments = [*TINY, "--model-name", str(model), "--modes", "no_dp", "--seq-lengths", "8"]
+    folder = tmp_path / "results"
+    assert main([*arguments, "--output-dir", str(folder)]) == 1
+    result = json.loads((folder / "no_dp_seq8_result.json").read_text())
+    assert result["status"] == "error"
+    assert "in the file and" in result["reason"]
+    assert result["avg_time_ms"] is None
+    assert "in the file and" in (folder / "summary.txt").read_text()
+
+
+@pytest.mark.slow
 def test_under_torchrun_every_mode_in_two_rounds(tmp_path):
     arguments = [*TINY, "--seq-lengths", "8", "--rounds", "2", "--clipping", "per_layer"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -175,3 +175,23 @@ def test_flops_agree_with_the_counter_of_torch():
         model(tokens)
     assert counter.get_total_flops() * 3 == flops_per_token(ODD) * tokens.numel()
     assert flops_per_token(dataclasses.replace(ODD, tie_embeddings=True)) == flops_per_token(ODD)
+
+
+SIZES = ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "context_length")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        *(({name: 0}, f"{name} is 0: give") for name in SIZES),
+        ({"num_layers": -1}, "num_layers is -1"),
+        ({"d_ff": 2.5}, "d_ff is 2.5"),
+        ({"num_heads": 3}, "num_heads is 3, which does not divide d_model 128: choose"),
+        ({"d_model": 12}, "gives heads of odd size 3"),
+    ],
+)
+def test_impossible_sizes_are_named(changes, named):
+    with pytest.raises(ValueError) as caught:
+        ModelConfig(**changes)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -9,11 +9,12 @@ from ddp_by_hand.measure import Results
 from ddp_by_hand.measure.runs import (
     beside,
     differing,
+    memory_beside,
     ratio_beside,
     read_cells,
     varying,
 )
-from tests.support.rows import llama_row, record_benchmark, steps
+from tests.support.rows import llama_row, record_benchmark, steps, write_llama
 
 
 def by_label(cells):
@@ -34,6 +35,15 @@ def test_rounds_of_the_benchmark_become_cells(tmp_path):
     assert cells["ddp, ghost"].settings["clipping.noise_multiplier"] == 1.0
 
 
+def test_results_of_the_grid_become_cells(tmp_path):
+    folder = write_llama(tmp_path, {("no_dp", 32): 5.0, ("no_dp", 64): "timeout"})
+    cells = by_label(read_cells(folder))
+    assert list(cells) == ["no_dp, 32 tokens", "no_dp, 64 tokens"]
+    assert cells["no_dp, 32 tokens"].metrics == ["step_ms", "forward_backward_ms"]
+    assert cells["no_dp, 32 tokens"].tokens_per_step == 2 * 32
+    assert cells["no_dp, 64 tokens"].status == "timeout"
+
+
 def test_rows_and_files_of_the_grid_say_the_same(tmp_path):
     """A row holds one round of a cell; one that failed does not know the network's sizes."""
     whole = llama_row("no_dp", 32, 5.0)
@@ -52,6 +62,13 @@ def test_rows_and_files_of_the_grid_say_the_same(tmp_path):
     assert from_files.failures == []
 
 
+def test_the_newest_row_of_a_round_counts(tmp_path):
+    record_benchmark(tmp_path, {"ddp": "oom"})
+    record_benchmark(tmp_path, {"ddp": 12.0})
+    (cell,) = read_cells(tmp_path)
+    assert (cell.status, len(cell.samples())) == ("ok", 30)
+
+
 def test_a_failed_proof_is_a_failed_cell_and_one_without_times_is_missing(tmp_path):
     record_benchmark(tmp_path, {"ddp": 12.0})
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -62,6 +79,12 @@ def test_a_failed_proof_is_a_failed_cell_and_one_without_times_is_missing(tmp_pa
     assert (cell.status, cell.reason) == ("error", "it raised")
     (cell,) = read_cells(record_benchmark(tmp_path / "other", {"ddp": 12.0}, rounds=0))
     assert (cell.status, cell.reason) == ("missing", "not measured yet")
+
+
+@pytest.mark.parametrize("error", [1e-3, float("inf"), float("nan")])
+def test_a_wrong_gradient_is_known(tmp_path, error):
+    (cell,) = read_cells(record_benchmark(tmp_path, {"ddp": 12.0}, error={"ddp": error}))
+    assert cell.is_wrong
 
 
 def test_a_baseline_differs_in_one_name_and_does_the_same_work(tmp_path):
@@ -78,6 +101,14 @@ def test_a_baseline_differs_in_one_name_and_does_the_same_work(tmp_path):
     assert beside([ddp, larger], ddp, "implementation", "none") is None
     assert differing(none.settings, larger.settings) == ["batch_size"]
     assert ratio_beside(ddp, none).value == pytest.approx(1.2)
+
+
+def test_memory_is_compared_where_both_are_known(tmp_path):
+    record_benchmark(tmp_path, {"none": 10.0, "lost": "oom"})
+    record_benchmark(tmp_path, {"ddp": 12.0}, memory=150)
+    none, lost, ddp = read_cells(tmp_path)
+    assert memory_beside(ddp, none) == 1.5
+    assert memory_beside(lost, none) is memory_beside(ddp, lost) is memory_beside(ddp, None) is None
 
 
 def test_ranks_that_share_a_batch_have_no_ratio(tmp_path):
@@ -145,3 +176,8 @@ def test_a_field_of_another_kind_is_named_with_its_line(tmp_path, changed, said)
     with pytest.raises(ValueError, match=re.escape(f"{path}, line {len(lines) + 1}: ")) as refused:
         read_cells(tmp_path)
     assert said in str(refused.value)
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="no such folder or file"):
+        read_cells(tmp_path / "gone")
