@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ["pyproject.toml", "ddp", "ddp_by_hand", "tests/ddp", "tests/support", "tests/__init__.py"]
 COPIED += ["tests/conftest.py"]
 PRIVATE = "dp_clipping/"
-OF_PRIVATE = (PRIVATE, f"tests/{PRIVATE}")
+OF_PRIVATE = (PRIVATE, f"tests/{PRIVATE}", "docs/proofs")
 
 
 @dataclass(frozen=True)
