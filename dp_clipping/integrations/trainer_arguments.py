@@ -219,8 +219,10 @@ def refusals_of(
 ) -> list[tuple[bool, str, str]]:
     """Returns what private training cannot follow of a Trainer, for `refuse_arguments`."""
     loader = args.accelerator_config
-    old = getattr(args, "gradient_checkpointing_kwargs", None)  # its name at first
-    checkpointing = getattr(args, "activation_checkpointing_kwargs", old) or {}
+    of_checkpoints = "activation_checkpointing_kwargs"
+    if not hasattr(args, of_checkpoints):  # its name at first
+        of_checkpoints = "gradient_checkpointing_kwargs"
+    checkpointing = getattr(args, of_checkpoints) or {}
     optim = str(getattr(args.optim, "value", args.optim))
     sampling = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     return [
@@ -272,7 +274,7 @@ def refusals_of(
          "the number of tokens in the batches is not covered by epsilon: leave it out, or allow it "
          "with PrivacyArguments(log_unprotected=True)"),
         (bool(checkpointing.get("use_reentrant")),
-         "activation_checkpointing_kwargs={'use_reentrant': True}",
+         f"{of_checkpoints}={{'use_reentrant': True}}",
          "reentrant checkpointing hides what a layer does: use {'use_reentrant': False}"),
     ]  # fmt: skip
 
