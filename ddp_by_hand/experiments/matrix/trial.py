@@ -95,29 +95,6 @@ def _group_norm_of_timm(network: nn.Module, inputs: dict[str, Tensor]) -> nn.Mod
     return _group_norm(network, inputs) or network
 
 
-def _eager(network: nn.Module, inputs: dict[str, Tensor]) -> nn.Module | None:
-    if not hasattr(network, "set_attn_implementation"):
-        return None
-    network.set_attn_implementation("eager")
-    return network
-
-
-def _without_cache(network: nn.Module, inputs: dict[str, Tensor]) -> nn.Module | None:
-    config = getattr(network, "config", None)
-    if not getattr(config, "use_cache", False):
-        return None
-    config.use_cache = False
-    return network
-
-
-def _without_layerdrop(network: nn.Module, inputs: dict[str, Tensor]) -> nn.Module | None:
-    config = getattr(network, "config", None)
-    if not getattr(config, "layerdrop", 0.0):
-        return None
-    config.layerdrop = 0.0
-    return network
-
-
 def _run_once(network: nn.Module, inputs: dict[str, Tensor]) -> nn.Module | None:
     with torch.no_grad():
         network(**inputs)
@@ -130,9 +107,6 @@ CHANGES: dict[str, Change] = {
     "`nn.Sequential(nn.GroupNorm(32, C), m.drop, m.act)` for each `BatchNormAct2d` m of timm": (
         _group_norm_of_timm
     ),
-    "`model.config.use_cache = False`": _without_cache,
-    "`model.config.layerdrop = 0.0`": _without_layerdrop,
-    '`model.set_attn_implementation("eager")`': _eager,
     "a forward before `make_private`": _run_once,
 }
 """Changes in the order in which they are tried. Each returns None where it changes nothing."""
