@@ -175,7 +175,7 @@ class TorchZero1(TorchDDP):
     ) -> Optimizer:
         params = trainable(self.module) if params is None else params
         optimizer = optimizer_class()(params, cls, self.process_group, **options)
-        optimizer.cls = cls  # as `ddp.sharded`'s has it: its state is in the format of this class
+        optimizer.cls = cls  # whose format its state has, as in `ddp.sharded`
         return optimizer
 
 

@@ -209,7 +209,7 @@ def _philox(
     # left with the high half above it until it meets the next mask, which saves two passes.
     none = library.zeros_like(counters & k0)  # of the shape of the result
     x0, x1, x2, x3 = none + (counters & WORD), none + (counters >> 32), none + c2, none + c3
-    if not isinstance(k0, int):  # whole ones are read faster than one for each row
+    if not isinstance(k0, int):  # a key for each number is read faster than one for each row
         k0, k1 = none + k0, none + k1
     p0, p1 = library.empty_like(x0), library.empty_like(x0)
     for _ in range(ROUNDS):

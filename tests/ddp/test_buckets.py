@@ -64,7 +64,7 @@ def check_layout(bucket: Bucket, gradients: list[Gradient]) -> None:
 
 
 def check_halves(buckets: list[Bucket], gradients: list[Gradient], capacity: float) -> None:
-    """No bucket takes more than half of the rest, of its dtype and of what can share a bucket.
+    """Asserts that no bucket takes more than half of the rest of its dtype that can share one.
 
     Single gradients and buckets below the smallest tail cannot help it.
     """
@@ -91,7 +91,7 @@ def test_no_capacity_is_one_bucket_per_dtype():
 
 @pytest.mark.parametrize(("last", "alone"), [([], []), ([64 * MIB], [256])])
 def test_the_last_buckets_are_small(last, alone):
-    """Also before a large last gradient: blocks of a transformer, then the token embedding."""
+    """Compares sizes, also before a large last gradient, as a token embedding is."""
     gradients = floats(*[MIB // 8] * 256, *last)  # 128 MiB in halves of a MiB
     sizes = [b.nbytes / MIB for b in plan_buckets(gradients, range(len(gradients)), 50 * MIB)]
     assert sizes == [50, 39, 19.5, 9.5, 5, 2.5, 1, 1, 0.5, *alone]

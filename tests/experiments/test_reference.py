@@ -46,7 +46,7 @@ def test_it_has_nothing_of_what_it_judges():
 @pytest.mark.parametrize("batch_size", [1, BATCH_SIZE])
 @pytest.mark.parametrize("case", zoo.parameters(*WITHOUT_DERIVATIVE))
 def test_they_add_up_to_the_gradient_of_the_batch(case, batch_size):
-    """That of the others follows from the derivatives below, of losses of the whole batch."""
+    """Compares the sum of networks that the derivatives below leave out."""
     model, batch = in_float64(case, batch_size)
     with oracle.Widened(torch.float64):
         losses_of(case, model, batch).sum().backward()

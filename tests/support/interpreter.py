@@ -60,7 +60,7 @@ def _hasten() -> None:
 
 
 def _make_types_once(core: ModuleType) -> None:
-    """One type for all blocks of a shape and an element, with the size and shape of its values.
+    """Makes one type for all blocks of a shape and an element, with its values' size and shape.
 
     The interpreter makes them for each value that a kernel computes.
     """

@@ -171,7 +171,7 @@ def test_a_network_that_mixes_samples_is_refused(name, size):
 
 @pytest.mark.parametrize("name", ["a norm", "a table"])
 def test_one_percent_of_mixing_is_refused_under_autocast(name):
-    """Its float32 is no sum of numbers of 16 bit."""
+    """Mixes float32 numbers, which autocast leaves alone."""
     table = zoo.Net(
         lambda net, x: net.head((h := net.words(x).mean(1)) + 0.01 * h.mean(0)),
         words=nn.Embedding(9, 5), head=nn.Linear(5, 3),
