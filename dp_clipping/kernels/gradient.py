@@ -35,6 +35,7 @@ from dp_clipping.kernels.launch.grouped_launch import (
 )
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, launch, tl, triton
 from dp_clipping.kernels.launch.tuning import best_for_pairs
+from dp_clipping.kernels.squared_norms import TileSquares, squares_of_tiles
 
 if triton is not None:
     from dp_clipping.kernels.launch.grouped_launch import _open
@@ -61,8 +62,8 @@ NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][
 
 def gradients_and_squares(
     pairs: Sequence[Pair], tile: Tile | None = None, store: bool | Sequence[Tensor] = True
-) -> tuple[Sequence[Tensor | None], Tensor]:
-    """Returns each G [B, d, p] in `stored_dtype` (None unless `store`), squared norms [pairs, B].
+) -> tuple[Sequence[Tensor | None], list[TileSquares]]:
+    """Returns each G [B, d, p] in `stored_dtype` (None unless `store`), and its tiles' squares.
 
     Args:
         pairs: output gradients y [B, T, d] and inputs a [B, T, p] of linear layers of one B, in
@@ -71,43 +72,43 @@ def gradients_and_squares(
         store: whether G is stored; or where that of each pair is, contiguous.
     """
     found: list[Tensor | None] = [None] * len(pairs)
-    rows: list[Tensor] = list(found)  # type: ignore[arg-type]
+    squares: list[TileSquares] = list(found)  # type: ignore[arg-type]
     for numbers, is_large in launches(pairs, LARGE, {} if tile else TILES if store else NORM_TILES):
         if len(numbers) == len(pairs):
             return _launch(operands_of(pairs), tile, store, is_large)
         own = [pairs[n] for n in numbers]
         at = store if isinstance(store, bool) else [store[n] for n in numbers]
-        gradients, squares = _launch(operands_of(own), tile, at, is_large)
-        for number, one, row in zip(numbers, gradients, squares, strict=True):
-            found[number], rows[number] = one, row
-    return found, torch.stack(rows)
+        gradients, tiles = _launch(operands_of(own), tile, at, is_large)
+        for number, one, its in zip(numbers, gradients, tiles, strict=True):
+            found[number], squares[number] = one, its
+    return found, squares
 
 
 def gradient_and_squares(
     y: Tensor, a: Tensor, tile: Tile | None = None, store: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """Calls `gradients_and_squares` for one layer."""
+    """Calls `gradients_and_squares` for one layer; returns G and squared norms [B] float32."""
     (gradients,), squares = gradients_and_squares([(y, a)], tile, store)
-    return gradients, squares[0]
+    return gradients, squares_of_tiles([squares], [1], [None], len(y))[0]
 
 
 def _launch(
     operands: Operands, tile: Tile | None, store: bool | Sequence[Tensor], is_large: bool
-) -> tuple[Sequence[Tensor | None], Tensor]:
+) -> tuple[Sequence[Tensor | None], list[TileSquares]]:
     pairs, shapes, described = operands.pairs, operands.shapes, operands.described
     given, store = (None, store) if isinstance(store, bool) else (store, True)
     y, _ = pairs[0]
     batch_size, tokens = y.shape[0], operands.tokens
     dtype = stored_dtype(y.dtype)
     if not (batch_size and any(tokens) and any(map(all, shapes))):
-        squares = y.new_zeros(len(pairs), batch_size, dtype=torch.float32)
+        nothing = y.new_zeros(1, batch_size, 1, dtype=torch.float32)
         for one in given or ():
             one.zero_()
         results = given or [
             y.new_zeros(batch_size, *shape, dtype=dtype) if store else None
             for shape in operands.results
         ]  # fmt: skip
-        return results, squares
+        return results, [(nothing, 0, 1)] * len(pairs)
     name = "instantiate" if store else "accumulate alone" if is_large else "accumulate"
     tiles = TILES if store or is_large else NORM_TILES
     is_low = max(tokens) <= SHALLOW and max([rows for _, rows, _ in shapes]) <= LOW
@@ -124,8 +125,7 @@ def _launch(
         tuple(shapes), batch_size, tile.rows, tile.columns, dtype.itemsize
     )
     most = max(counts)
-    new = y.new_empty if min(counts) == most else y.new_zeros
-    squares = new(len(pairs), batch_size, most, dtype=torch.float32)
+    squares = y.new_empty(len(pairs), batch_size, most, dtype=torch.float32)
     shared = dict(
         STORE=store, EXACT=y.element_size() == 4, GROUP=GROUP, BLOCK_D=tile.rows,
         BLOCK_P=tile.columns, BLOCK_T=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
@@ -148,8 +148,7 @@ def _launch(
             DTYPE=y.dtype, STORED=dtype, DESCRIBED=described,
             WRITTEN=written_in_loop, MOST=MOST_ROWS, WORDS=WORDS, **shared,
         )  # fmt: skip
-    # In float64: a norm's last bit must not tell how many tiles the launch's other layers had.
-    return results, squares.sum(2, dtype=torch.float64).float()
+    return results, list(zip([squares] * len(pairs), range(len(pairs)), counts, strict=True))
 
 
 @lru_cache(maxsize=1024)

@@ -1,14 +1,15 @@
-"""Computes per-sample gradients of RMSNorm's weight and of LayerNorm's weight and bias.
+"""Computes per-sample gradients of RMSNorm's weight, LayerNorm's weight and bias, and other biases.
 
     x̂_it = (x_it − mean_it) · rstd_it,   G_i = Σ_t y_it · x̂_it  [d],   for the bias Σ_t y_it  [d]
 
-RMSNorm has no mean and no bias. Each program takes a piece of one sample's tokens and a block of
-features; x̂ and the product exist in registers only. A few long samples of few features would leave
-most of the device idle, so their tokens are split over programs, whose sums are added afterwards:
-these are sums, not norms, so that any split will do. A network has two normalisations a block, each
-of little work; one launch serves many.
+RMSNorm has no mean and no bias, and of a linear layer only the bias is asked for. Each program
+takes a piece of one sample's tokens and a block of features; x̂ and the product exist in registers
+only. A few long samples of few features would leave most of the device idle, so their tokens are
+split over programs, whose sums are added afterwards: these are sums, not norms, so that any split
+will do. A network has two normalisations and six biases a block, each of little work; one launch
+serves many.
 
-Traffic: y and x are read once, pieces·B·d float32 values are written (twice that with a bias).
+Traffic: y and x are read once, pieces·B·d float32 values are written for each result.
 """
 
 from __future__ import annotations
@@ -39,25 +40,27 @@ LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they ga
 
 
 class Normalized(NamedTuple):
-    """The operands from which one normalisation's weight gradients are computed.
+    """The operands from which the G of one normalisation, or of one bias, are computed.
 
     Attributes:
         y: output gradients [B, T, d], float32, bfloat16 or float16, any strides.
-        x: inputs [B, T, d], likewise.
-        rstd: [B, T] of each token, float32 (any of the dtypes above).
+        x: inputs [B, T, d], likewise; None: only the bias's G are asked for.
+        rstd: [B, T] of each token, float32 (any of the dtypes above); None without x.
         mean: the same; None for RMSNorm.
-        with_bias: the bias's gradients are asked for too.
+        with_bias: the bias's G are asked for too.
     """
 
     y: Tensor
-    x: Tensor
-    rstd: Tensor
+    x: Tensor | None = None
+    rstd: Tensor | None = None
     mean: Tensor | None = None
     with_bias: bool = False
 
     def readable(self) -> Normalized:
         """Returns the operands in a layout that the kernel can read."""
         mean = self.mean
+        if self.x is None or self.rstd is None:
+            return self if self.y.stride(2) == 1 else Normalized(readable(self.y), with_bias=True)
         is_row = self.rstd.is_contiguous() and (mean is None or mean.is_contiguous())
         if is_row and self.y.stride(2) == self.x.stride(2) == 1:
             return self
@@ -66,50 +69,51 @@ class Normalized(NamedTuple):
             readable(self.y), readable(self.x), self.rstd.contiguous(), mean, self.with_bias
         )
 
-    @property
-    def kind(self) -> tuple:
-        """Returns the key that uses in one launch share.
-
-        It has in it whether all are readable, and whether rows may be read 16 bytes at a time.
-        """
-        x, y, rstd, mean = self.x, self.y, self.rstd, self.mean
-        dtypes = y.dtype, x.dtype, rstd.dtype, None if mean is None else mean.dtype
-        is_row = rstd.is_contiguous(), mean is None or mean.is_contiguous()
-        is_aligned = y.data_ptr() % ALIGNMENT == x.data_ptr() % ALIGNMENT == 0
-        return (y.shape, y.stride(), x.stride(), dtypes, is_row, self.with_bias, is_aligned)
-
 
 def norm_layer_gradients(
     uses: Sequence[Normalized],
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Returns the weight's G [B, d] float32 of each and, if asked for, the bias's [B, d] float32.
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Returns G [B, d] float32 of each weight and bias, or None where it is not asked for.
 
     Few launches serve those that are alike, and a result does not depend on what shares its launch.
     """
     found: list = [None] * len(uses)
     alike: dict[tuple, list[int]] = {}
-    for number, use in enumerate(uses):
-        alike.setdefault(use.kind, []).append(number)
-    for numbers in alike.values():
+    for number, (y, x, rstd, mean, with_bias) in enumerate(uses):
+        # The last is whether rows may be read 16 bytes at a time.
+        key: tuple = y.shape, y.stride(), y.dtype, y.data_ptr() % ALIGNMENT == 0
+        if x is not None and rstd is not None:
+            of_mean = None if mean is None else (mean.dtype, mean.is_contiguous())
+            others = x.stride(), x.dtype, rstd.dtype, rstd.is_contiguous(), of_mean, with_bias
+            key = *key[:-1], *others, key[-1] and x.data_ptr() % ALIGNMENT == 0
+        alike.setdefault(key, []).append(number)
+    for kind, numbers in alike.items():
         first, each = uses[numbers[0]], len(numbers)
         is_copied = first.readable() is not first
         if is_copied:
-            each = max(1, COPIED_BYTES // max(1, first.y.nbytes + first.x.nbytes))
+            x_bytes = 0 if first.x is None else first.x.nbytes
+            each = max(1, COPIED_BYTES // max(1, first.y.nbytes + x_bytes))
         for start in range(0, len(numbers), each):
             own = numbers[start : start + each]
-            total = _launch([uses[n].readable() if is_copied else uses[n] for n in own])
+            several = [uses[n].readable() if is_copied else uses[n] for n in own]
+            total = _launch(several, is_copied or kind[-1])  # copies are aligned
             for number, result in zip(own, total.unbind(0), strict=True):
-                weight, *bias = result.unbind(0)
-                found[number] = weight, bias[0] if bias else None
+                found[number] = tuple(result.unbind(0))
+                if first.x is None:
+                    found[number] = None, *found[number]
+                elif not first.with_bias:
+                    found[number] = *found[number], None
     return found
 
 
-def _launch(uses: list[Normalized]) -> Tensor:
-    """Returns [uses, 1 or 2, B, d]."""
-    first, aligned = uses[0], uses[0].kind[-1]  # copies are aligned, too
-    y, x = first.y, first.x
+def _launch(uses: list[Normalized], aligned: bool) -> Tensor:
+    """Returns [uses, 1 or 2, B, d], the weight's before the bias's; `aligned` as in their kind."""
+    first = uses[0]
+    y = first.y
+    x, rstd = (y, y) if first.x is None or first.rstd is None else (first.x, first.rstd)
     batch_size, tokens, features = y.shape
-    outputs, with_mean = 1 + first.with_bias, first.mean is not None
+    with_weight, with_mean = first.x is not None, first.mean is not None
+    outputs = with_weight + first.with_bias
     if not y.numel():
         return y.new_zeros(len(uses), outputs, batch_size, features, dtype=torch.float32)
     block = min(BLOCK, next_power_of_two(features))
@@ -119,14 +123,13 @@ def _launch(uses: list[Normalized]) -> Tensor:
     piece, pieces = _split(tokens, rows, batch_size * blocks)
     shape = (len(uses), outputs, pieces, batch_size, features)
     partial = torch.empty(shape, dtype=torch.float32, device=y.device)
-    operands = [(u.y, u.x, u.rstd, u.mean if with_mean else u.rstd) for u in uses]
-    addresses = tuple([t.data_ptr() for row in operands for t in row])
-    table = kept_table_on(y.device, addresses)
+    addresses = [0 if one is None else one.data_ptr() for use in uses for one in use[:4]]
+    table = kept_table_on(y.device, tuple(addresses))
     strides = y.stride(0), y.stride(1), x.stride(0), x.stride(1)
     launch(
         _norm_layer_kernel, (len(uses) * pieces * batch_size * blocks,), (table, partial),
         (batch_size, tokens, features, *strides, piece, pieces), Y=y.dtype, X=x.dtype,
-        STATISTICS=first.rstd.dtype, ALIGNED=ALIGNMENT if aligned else 1,
+        STATISTICS=rstd.dtype, ALIGNED=ALIGNMENT if aligned else 1, WEIGHT=with_weight,
         MEAN=with_mean, BIAS=first.with_bias, BLOCK_T=rows, BLOCK_D=block, num_warps=WARPS,
     )  # fmt: skip
     return partial[:, :, 0] if pieces == 1 else partial.sum(2, dtype=torch.float64).float()
@@ -145,7 +148,8 @@ if triton is not None:
     def _norm_layer_kernel(
         p_table, p_partial, B, T, D, s_yb, s_yt, s_xb, s_xt, n_piece, n_pieces,
         Y: tl.constexpr, X: tl.constexpr, STATISTICS: tl.constexpr, ALIGNED: tl.constexpr,
-        MEAN: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+        WEIGHT: tl.constexpr, MEAN: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         n_blocks = tl.cdiv(D, BLOCK_D)
         i_row, i_block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
@@ -165,17 +169,22 @@ if triton is not None:
             m_tile = m_t[:, None] & (o_d[None, :] < D)
             o_row = o_t[:, None].to(tl.int64)
             b_y = tl.load(p_y + i_b * s_yb + o_row * s_yt + o_d[None, :], mask=m_tile, other=0)
-            b_x = tl.load(p_x + i_b * s_xb + o_row * s_xt + o_d[None, :], mask=m_tile, other=0)
-            b_y, b_x = b_y.to(tl.float32), b_x.to(tl.float32)
-            if MEAN:
-                b_x -= tl.load(p_mean + i_b * T + o_t, mask=m_t, other=0).to(tl.float32)[:, None]
-            b_rstd = tl.load(p_rstd + i_b * T + o_t, mask=m_t, other=0).to(tl.float32)
-            b_weight += b_y * (b_x * b_rstd[:, None])
+            b_y = b_y.to(tl.float32)
+            if WEIGHT:
+                b_x = tl.load(p_x + i_b * s_xb + o_row * s_xt + o_d[None, :], mask=m_tile, other=0)
+                b_x = b_x.to(tl.float32)
+                if MEAN:
+                    b_mean = tl.load(p_mean + i_b * T + o_t, mask=m_t, other=0).to(tl.float32)
+                    b_x -= b_mean[:, None]
+                b_rstd = tl.load(p_rstd + i_b * T + o_t, mask=m_t, other=0).to(tl.float32)
+                b_weight += b_y * (b_x * b_rstd[:, None])
             if BIAS:
                 b_bias += b_y
         n_results = tl.cast(n_pieces, tl.int64) * B * D  # of a use's weight, or bias
-        p_own = p_partial + i_use * (2 * n_results if BIAS else n_results)
+        p_own = p_partial + i_use * (2 * n_results if WEIGHT and BIAS else n_results)
         p_own += tl.cast(i_part, tl.int64) * D + o_d
-        tl.store(p_own, tl.sum(b_weight, axis=0), mask=o_d < D)
+        if WEIGHT:
+            tl.store(p_own, tl.sum(b_weight, axis=0), mask=o_d < D)
+            p_own += n_results
         if BIAS:
-            tl.store(p_own + n_results, tl.sum(b_bias, axis=0), mask=o_d < D)
+            tl.store(p_own, tl.sum(b_bias, axis=0), mask=o_d < D)

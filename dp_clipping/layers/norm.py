@@ -51,19 +51,21 @@ forward = forward_of("norm", _first_call)
 
 def plain_gradients(
     use: Normalized, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients [B, d] of weight and bias by reference: in float64, rounded once.
 
     Args:
         dtype: that it is computed in; another one is that of the results, too.
     """
-    y, normalized = use.y.to(dtype), use.x.to(dtype)
-    if use.mean is not None:
-        normalized = normalized - use.mean.to(dtype)[..., None]
-    weight = (y * (normalized * use.rstd.to(dtype)[..., None])).sum(1)
+    y, weight = use.y.to(dtype), None
+    if use.x is not None and use.rstd is not None:
+        normalized = use.x.to(dtype)
+        if use.mean is not None:
+            normalized = normalized - use.mean.to(dtype)[..., None]
+        weight = (y * (normalized * use.rstd.to(dtype)[..., None])).sum(1)
     bias = y.sum(1) if use.with_bias else None
     if dtype == torch.float64 and use.y.dtype != dtype:
-        return weight.float(), None if bias is None else bias.float()
+        weight, bias = (None if g is None else g.float() for g in (weight, bias))
     return weight, bias
 
 

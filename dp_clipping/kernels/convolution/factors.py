@@ -30,17 +30,20 @@ from dp_clipping.kernels.convolution.packing import pack
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ceil_div
+from dp_clipping.kernels.squared_norms import TileSquares
 
 LEAST_PROGRAMS = 132  # of a launch, if samples are divided: fewer leave processors idle
 
 
-Rows = tuple[Sequence[int], Tensor, Tensor | None, float, float]
+Rows = tuple[Sequence[int], Tensor, Tensor, float, float]
 """The numbers of some uses, their squared norms [n, B], and the rest as in `Norms.add_rows`."""
+Tiled = tuple[int, list[TileSquares], int, Tensor | None]
+"""The number of a use, and what `squares_of_tiles` adds up: tiles, groups and scale."""
 
 
 def take_norms(
     uses: Sequence[ConvolutionFactors], keep: bool, most: int = packing.PACKED_BYTES
-) -> list[Rows]:
+) -> tuple[list[Rows], list[Tiled]]:
     """Returns norms of all uses; with `keep`, G is stored where it is smaller than operands.
 
     Few launches serve those that are packed at once.
@@ -49,16 +52,17 @@ def take_norms(
         most: bytes that are packed at a time, if G is kept in their place.
     """
     found: list[Rows] = []
+    tiled: list[Tiled] = []
     whole: list[tuple[int, bool]] = []  # numbers of those that are packed at once; G is stored
     for n, use in enumerate(uses):
         samples = samples_at_a_time(use.layout, use.dtype, use.batch_size, most) if keep else 0
         if 0 < samples < use.batch_size:
-            squares = _of_samples([use], _norms_of_pieces(use, samples))
-            found.append(((n,), squares, None, 0.0, 0.0))
+            tiles = _squares_of_pieces(use, samples)
+            tiled.append((n, tiles, use.geometry.groups, use.scale))
         else:
             whole.append((n, samples > 0))
     pack_whole([uses[n] for n, _ in whole])
-    together: dict[tuple[bool, bool, int], tuple[list, list, list[Pair]]] = {}
+    together: dict[bool, tuple[list[int], list[Pair]]] = {}
     for n, stores in whole:
         use = uses[n]
         layout = use.layout
@@ -69,31 +73,28 @@ def take_norms(
             error = positions * SUM_ROUNDING[torch.float32]
             found.append(((n,), squares[None], scales[None], GRAM_ROUNDING, error))
             continue
-        key = stores, use.scale is None, layout.geometry.groups
-        numbers, own, pairs = together.setdefault(key, ([], [], []))
+        numbers, pairs = together.setdefault(stores, ([], []))
         numbers.append(n)
-        own.append(use)
         pairs.append(use.pair)  # type: ignore[arg-type]
     while together:  # packed operands are freed as G is kept
-        (stores, *plain), (numbers, own, pairs) = together.popitem()
-        gradients, squares = gradients_and_squares(pairs, None, stores)
-        if plain != [True, 1]:
-            squares = _of_samples(own, squares)
-        found.append((numbers, squares, None, 0.0, 0.0))
-        if stores:
-            for use, one in zip(own, gradients, strict=True):
+        stores, (numbers, pairs) = together.popitem()
+        gradients, of_each = gradients_and_squares(pairs, None, stores)
+        for n, one, tiles_of_one in zip(numbers, gradients, of_each, strict=True):
+            use = uses[n]
+            if one is not None:
                 use.keep(one)
+            tiled.append((n, [tiles_of_one], use.geometry.groups, use.scale))
         del pairs
-    return found
+    return found, tiled
 
 
-def _norms_of_pieces(use: ConvolutionFactors, samples: int) -> Tensor:
-    """Returns squared norms [1, B · groups] and keeps G; so many samples are packed at once."""
+def _squares_of_pieces(use: ConvolutionFactors, samples: int) -> list[TileSquares]:
+    """Returns squares of tiles and keeps G; so many samples are packed at once."""
     size, layout = use.batch_size, use.layout
     pictures, groups = layout.to_x.pictures, use.geometry.groups
     (x, y), use.values = use.values, ()
     gradients = memory_of_gradients(y, layout, size, stored_dtype(use.dtype))
-    squares: list[Tensor] = []
+    found: list[TileSquares] = []
     scales: list[Any] = []
     for first in range(0, size, samples):
         rows = slice(first * pictures, (first + samples) * pictures)
@@ -103,29 +104,13 @@ def _norms_of_pieces(use: ConvolutionFactors, samples: int) -> Tensor:
         del own_x
         if first + samples >= size:
             del x, y  # nobody else may have them
-        squares.append(gradients_and_squares([pair_of(piece, layout)], None, [own])[1])
+        found += gradients_and_squares([pair_of(piece, layout)], None, [own])[1]
         scales.append(piece.scale)
         del piece  # before others are packed
     if scales[0] is not None:
         use.scale = torch.cat(scales)
     use.keep(gradients)
-    return torch.cat(squares, 1)
-
-
-def _of_samples(uses: Sequence[ConvolutionFactors], squares: Tensor) -> Tensor:
-    """Returns squared norms [uses, B] from those of groups of scaled operands [uses, B · groups].
-
-    Args:
-        uses: of one number of groups, all of them scaled or none.
-    """
-    groups = uses[0].layout.geometry.groups
-    if groups > 1:
-        squares = squares.unflatten(1, (-1, groups)).sum(2)
-    if uses[0].scale is None:
-        return squares
-    scales = torch.stack([use.scale for use in uses])  # type: ignore[misc]
-    # One after the other: the square of a small scale would be zero.
-    return squares * scales * scales
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -33,10 +33,12 @@ from dp_clipping.kernels.embedding import Tokens, token_sums
 from dp_clipping.kernels.gradient import gradients_and_squares
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
-from dp_clipping.kernels.norm_layer_gradients import norm_layer_gradients
+from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.squared_norms import (
+    TileSquares,
     squared_norms,
     squares_of_products,
+    squares_of_tiles,
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution
@@ -61,6 +63,7 @@ from dp_clipping.step.sums.work import Work
 from dp_clipping.torch_compat import version_of
 
 Pair = tuple[Tensor, Tensor]
+Owners = tuple[Trainable | None, Trainable | None]  # of a weight and a bias
 
 
 class Fused(Work):
@@ -73,8 +76,9 @@ class Fused(Work):
         super().begin(losses, clip_norms, accumulate)
         self._tile_size = self.context.policy.tile_size
         self._scale: Coefficients | None = None
-        # Without norms yet, by their dtype.
+        # Without norms yet: G of vectors, by their dtype, and squares of tiles.
         self._vectors: dict[torch.dtype, tuple[list[Trainable], list[Tensor]]] = {}
+        self._tiles: list[tuple[Trainable, Sequence[TileSquares], int, Tensor | None]] = []
         if self.padding is None:
             self._left_out = losses.new_zeros(self.batch_size, dtype=torch.bool)
         else:
@@ -87,13 +91,14 @@ class Fused(Work):
             self._sort(lefts)
         if everything:
             self._take_norms_of_vectors()
+            self._take_norms_of_tiles()
 
     def _sort(self, lefts: list[Left]) -> None:
         """Takes norms. Of biases and scales it forms and keeps G, whose norms are taken later."""
         linear: dict[str, list[tuple[Trainable, Pair, Left]]]
         linear = {INSTANTIATE: [], ACCUMULATE: [], GRAM: []}
         vectors: list[tuple[Trainable, Tensor]] = []
-        normalized: list[Left] = []
+        of_vectors: list[tuple[Normalized, Owners]] = []
         factors: list[Left] = []
         choices, label = self.plans.choices, self._label
         lefts.reverse()
@@ -105,7 +110,10 @@ class Fused(Work):
                 if y.ndim != 3 or how.layout is not None:
                     y, a = how.tokens(y, a, self.batch_size)
                 if how.bias is not None:
-                    vectors.append((how.bias, y.sum(1, dtype=torch.float32)))
+                    # `Normalized(..)` would call a function in Python.
+                    only_bias = tuple.__new__(Normalized, (y, None, None, None, True))
+                    of_vectors.append((only_bias, (None, how.bias)))
+                    del only_bias
                 if how.weight is not None:
                     pair = (a, y) if how.transposed else (y, a)
                     choice = choices.get(how.weight) or self.plans.choice_of(how.weight, pair)
@@ -122,7 +130,7 @@ class Fused(Work):
                         self.kept[how.weight] = (pair, left.tensors, left.versions)
                     linear[algorithm].append((how.weight, pair, left))
             elif kind is NORMALIZED:
-                normalized.append(left)
+                of_vectors.append(value)
             elif kind is DENSE:
                 for record, gradients in zip(records, left.tensors, strict=True):
                     if value is None and gradients.dim() == 2:
@@ -141,10 +149,11 @@ class Fused(Work):
             else:
                 factors.append(left)
         del left, value
+        if of_vectors:  # before others, which free what they are formed of
+            vectors += self._vectors_of(of_vectors)
+            of_vectors.clear()
         if factors:
             self._take_factors(factors)
-        if normalized:
-            vectors += self._vectors_of(normalized)
         for algorithm in (INSTANTIATE, ACCUMULATE):
             if linear[algorithm]:
                 self._form_gradients(linear[algorithm], algorithm)
@@ -163,6 +172,16 @@ class Fused(Work):
                 squares = squares_of_vectors(gradients)
             self.norms.table.add_rows(records, squares)
         self._vectors.clear()
+
+    def _take_norms_of_tiles(self) -> None:
+        """Adds up squares of tiles, by one launch."""
+        if not self._tiles:
+            return
+        records, tiles, groups, scales = zip(*self._tiles, strict=True)
+        with NOTHING if self._label is None else self._label("norm/tiles", records):
+            squares = squares_of_tiles(tiles, groups, scales, self.batch_size)
+        self.norms.table.add_rows(records, squares)
+        self._tiles.clear()
 
     def _take_factors(self, lefts: list[Left]) -> None:
         """Takes norms of embeddings and convolutions, which share launches, and of others."""
@@ -202,14 +221,11 @@ class Fused(Work):
         if convolutions:
             most = packed_at_a_time(self.freed)
             with NOTHING if label is None else label("norm/factors", of_convolutions):
-                norms = take_norms(convolutions, not self.two_passes, most)
-            for numbers, squares, scales, gram_error, sum_error in norms:
-                own = list(map(of_convolutions.__getitem__, numbers))
-                if scales is None:
-                    records += own
-                    rows.append(squares)
-                else:
-                    table.add_rows(own, squares, scales, gram_error, sum_error)
+                norms, tiled = take_norms(convolutions, not self.two_passes, most)
+            for numbers, *norm in norms:
+                table.add_rows(list(map(of_convolutions.__getitem__, numbers)), *norm)
+            for n, tiles, groups, scale in tiled:
+                self._tiles.append((of_convolutions[n], tiles, groups, scale))
             if self.two_passes:
                 self.recomputed += of_convolutions
             else:
@@ -244,8 +260,9 @@ class Fused(Work):
         pairs = [pair for _, pair in several]
         with NOTHING if label is None else label(f"norm/{algorithm}", records):
             tile = tile_of(self._tile_size, *{left.dtype for left, _ in pairs})
-            gradients, squares = gradients_and_squares(pairs, tile, algorithm == INSTANTIATE)
-        table.add_rows(records, squares)
+            gradients, tiles = gradients_and_squares(pairs, tile, algorithm == INSTANTIATE)
+        for record, its in zip(records, tiles, strict=True):
+            self._tiles.append((record, (its,), 1, None))
         if algorithm == INSTANTIATE:
             self.keep(zip(records, gradients, strict=True))
 
@@ -273,19 +290,21 @@ class Fused(Work):
             table.add_rows(firsts, squares, scales, GRAM_ROUNDING, error)
             table.known.update(records)
 
-    def _vectors_of(self, normalized: list[Left]) -> list[tuple[Trainable, Tensor]]:
-        """Returns G of normalisations' weights and biases."""
-        uses = [left.value[0] for left in normalized]
-        records, label = [r for left in normalized for r in left.records], self._label
-        with NOTHING if label is None else label("norm/normalization", records):
-            if all([available(*on) for on in {(use.x.device, use.x.dtype) for use in uses}]):
+    def _vectors_of(
+        self, several: list[tuple[Normalized, Owners]]
+    ) -> list[tuple[Trainable, Tensor]]:
+        """Returns G of normalisations' weights, and of biases."""
+        uses, label = [use for use, _ in several], self._label
+        records = [one for _, owners in several for one in owners if one is not None]
+        with NOTHING if label is None else label("norm/vectors", records):
+            if all([available(*on) for on in {(use.y.device, use.y.dtype) for use in uses}]):
                 results = norm_layer_gradients(uses)
             else:  # in the interpreter
                 results = [plain_gradients(use, torch.float32) for use in uses]
         return [
             (record, gradients)
-            for left, formed in zip(normalized, results, strict=True)
-            for record, gradients in zip(left.value[1], formed, strict=True)
+            for (_, owners), formed in zip(several, results, strict=True)
+            for record, gradients in zip(owners, formed, strict=True)
             if record is not None and gradients is not None
         ]
 

@@ -20,8 +20,8 @@ from tests.support.kernel_cases import (
 
 @on_kernels()
 def test_norm_layers(place: Place) -> None:
-    """With and without mean and bias, of one program a sample and of several pieces; what shares a
-    launch changes no bit."""
+    """With and without mean and bias, and of a bias alone, of one program a sample and of several
+    pieces; what shares a launch changes no bit."""
     block = norm_layer_gradients.BLOCK
     steps = norm_layer_gradients.LEAST_STEPS * norm_layer_gradients.ELEMENTS
     tokens = 2 * steps // block + 7
@@ -36,14 +36,19 @@ def test_norm_layers(place: Place) -> None:
         uses.append(Normalized(y, x, rstd))
         uses.append(Normalized(y, x, rstd, mean, layouts[0] != "contiguous"))
         uses.append(Normalized(2 * y, x, rstd))
+        uses.append(Normalized(y, with_bias=True))
     alone = [norm_layer_gradients.norm_layer_gradients([use])[0] for use in uses]
     for use, found, by_itself in zip(
         uses, norm_layer_gradients.norm_layer_gradients(uses), alone, strict=True
     ):
         expected = plain_gradients(use)
-        x, y, rstd = use.x.double(), use.y.double(), use.rstd.double()[..., None]
-        shift = 0 if use.mean is None else use.mean.double().abs()[..., None]
-        magnitudes = ((y.abs() * (x.abs() + shift) * rstd).sum(1), y.abs().sum(1))
+        y = use.y.double()
+        magnitudes = [None, y.abs().sum(1)]
+        if use.x is not None:
+            x, rstd = use.x.double(), use.rstd.double()[..., None]
+            shift = 0 if use.mean is None else use.mean.double().abs()[..., None]
+            magnitudes[0] = (y.abs() * (x.abs() + shift) * rstd).sum(1)
+        assert (found[0] is None) == (expected[0] is None) == (use.x is None)
         assert (found[1] is None) == (expected[1] is None) == (not use.with_bias)
         for f, e, one, magnitude in zip(found, expected, by_itself, magnitudes, strict=True):
             if f is not None:
@@ -60,7 +65,7 @@ def test_few_copies_at_a_time(place: Place) -> None:
     x, rstd = place.normal(2, 20, 24, seed=1), torch.ones(2, 20, device=place.device)
     uses = [Normalized((n * x).mT.contiguous().mT, x, rstd) for n in (1, 2, 3)]
     found, sizes, run = [], [], norm_layer_gradients._launch
-    noted = lambda some: (sizes.append(len(some)), run(some))[1]  # noqa: E731
+    noted = lambda some, *its: (sizes.append(len(some)), run(some, *its))[1]  # noqa: E731
     for most in (1 << 26, 4 * x.nbytes):
         with (
             patch.object(norm_layer_gradients, "COPIED_BYTES", most),

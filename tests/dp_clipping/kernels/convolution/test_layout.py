@@ -15,6 +15,7 @@ from dp_clipping.kernels.convolution.factors import take_norms
 from dp_clipping.kernels.convolution.geometry import Geometry, Packed
 from dp_clipping.kernels.convolution.layout import ConvolutionFactors, weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
+from dp_clipping.kernels.squared_norms import squares_of_tiles
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands
@@ -41,8 +42,12 @@ def total_of(use: ConvolutionFactors, c: Tensor) -> Tensor:
 
 def norm_of(use: ConvolutionFactors, keep: bool = True, most: int = 1 << 26) -> tuple[Tensor, bool]:
     """Returns squared norms [B], and whether they are exact."""
-    ((_, (squares,), scales, _, _),) = take_norms([use], keep, most)
-    return squares, scales is None
+    norms, tiled = take_norms([use], keep, most)
+    if tiled:
+        ((_, tiles, groups, scale),) = tiled
+        return squares_of_tiles([tiles], [groups], [scale], use.batch_size)[0], True
+    ((_, (squares,), _, _, _),) = norms
+    return squares, False
 
 
 def kept(use: ConvolutionFactors) -> tuple[Tensor, bool]:

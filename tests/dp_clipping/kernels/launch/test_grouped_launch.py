@@ -14,6 +14,7 @@ from dp_clipping.kernels.gradient import (
 )
 from dp_clipping.kernels.launch import grouped_launch
 from dp_clipping.kernels.launch.grouped_launch import Pair, launches, operands_of
+from dp_clipping.kernels.squared_norms import squares_of_tiles
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
     weighted_product_plain,
@@ -33,7 +34,10 @@ def test_products(place: Place) -> None:
     three = pairs_of(device, dtype, 3, 20, MOST + 1) + pairs_of(device, dtype, 3, 35, 2)
     for store in (True, False):
         gradients, squares = gradients_and_squares(three, tile, store)
-        for (y, a), g, own in zip(three, gradients, squares, strict=True):
+        found = squares_of_tiles(
+            [[one] for one in squares], [1] * len(three), [None] * len(three), 3
+        )
+        for (y, a), g, own in zip(three, gradients, found, strict=True):
             with patch.object(gradient, "LARGE", 0):
                 g_alone, alone = gradient_and_squares(y, a, tile, store)
             torch.testing.assert_close(own, alone, rtol=1e-6, atol=0)
@@ -61,7 +65,7 @@ def test_products_of_one_left(place: Place) -> None:
     starts = (0, 3, 7)
     pairs = [(y, other), (y, memory[:, :20], tuple(start * 32 for start in starts))]
     c = torch.rand(1, 32, device=device)
-    gradients, squares = gradients_and_squares(pairs, tile)
+    gradients, (_, squares) = gradients_and_squares(pairs, tile)
     totals = weighted_products(pairs, SortedCoefficients.of(c), [0, 0], tile)
     expected = torch.zeros(32, device=device)
     for n, start in enumerate(starts):
@@ -71,7 +75,8 @@ def test_products_of_one_left(place: Place) -> None:
         expected += norms
         product = weighted_product_plain(y, right, c[0])
         torch.testing.assert_close(totals[1][n], product, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(squares[1], expected, rtol=1e-3, atol=0)
+    (norms,) = squares_of_tiles([[squares]], [1], [None], 32)
+    torch.testing.assert_close(norms, expected, rtol=1e-3, atol=0)
 
 
 @on_kernels()
