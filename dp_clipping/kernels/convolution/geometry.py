@@ -182,6 +182,14 @@ def places_of_pixels(pixels: tuple[int, ...], to: Target) -> Tensor:
     return found.masked_fill(is_met < len(pixels), -1).flatten()
 
 
+def gaps_of(places: Tensor, to: Target) -> Tensor:
+    """Returns the rows of a sample that no pixel goes to, int32, from `places_of_pixels`."""
+    is_gap = torch.ones(to.shape(to.pictures)[1], dtype=torch.bool)
+    for picture in range(to.pictures):
+        is_gap[places[places >= 0] + picture * prod(to.grid.sizes)] = False
+    return is_gap.nonzero().flatten().int()
+
+
 @lru_cache(maxsize=1024)
 def places_of(geometry: Geometry, grid: Grid, pictures: int) -> tuple[int, ...]:
     """Returns the place that each tap meets at the first position of a sample."""

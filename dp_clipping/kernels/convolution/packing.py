@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dp_clipping.kernels.convolution.geometry import Packed, Target, places_of_pixels
+from dp_clipping.kernels.convolution.geometry import Packed, Target, gaps_of, places_of_pixels
 from dp_clipping.kernels.launch.tiles import (
     ALIGNMENT,
     _holders,
@@ -34,7 +34,9 @@ BLOCK = 64  # channels and pixels that a program packs
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
 MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
 UNSPECIALIZED = [
-    f"{name}_{operand}" for operand in "xy" for name in ("n_plane", "pictures", "n_rows")
+    f"{name}_{operand}"
+    for operand in "xy"
+    for name in ("n_own_programs", "n_gaps", "n_plane", "pictures", "n_rows")
 ]
 
 
@@ -47,7 +49,7 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
     is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
     work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y, x.device)
     if _holders:
-        held(work.places)
+        held(work.tables)
     shapes, keeps = work.shapes, work.keeps
     if all(keeps):
         x, y = x.movedim(1, -1), y.movedim(1, -1)
@@ -62,8 +64,7 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
             largest(y.unflatten(0, samples), torch.inf, dims),
         )  # fmt: skip
         scale = norms[0].new_empty(samples[0])
-    new = x.new_zeros if work.fills else x.new_empty  # for both at once
-    memory = new(work.size, dtype=torch.float16 if is_scaled else x.dtype)
+    memory = x.new_empty(work.size, dtype=torch.float16 if is_scaled else x.dtype)  # of both
     results = (
         x.movedim(1, -1).view(shapes[0]) if keeps[0]
         else memory.as_strided(shapes[0], work.strides[0]),
@@ -74,7 +75,7 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
         x = x.contiguous() if work.copies[0] else x
         y = y.contiguous() if work.copies[1] else y
         launch(
-            _pack_kernel, (work.programs,), (x, y, *results, *norms, scale, *work.places),
+            _pack_kernel, (work.programs,), (x, y, *results, *norms, scale, *work.tables),
             work.numbers, SCALED=is_scaled, **work.constants, num_warps=4,
         )  # fmt: skip
     return tuple.__new__(Packed, (*results, scale))  # `Packed(..)` would call a function in Python
@@ -101,9 +102,8 @@ class _Work(NamedTuple):
         size: of that memory, in elements.
         keeps: of each operand, whether it already lies so.
         copies: whether it is copied first, since its pixels are not at equal distances.
-        fills: whether zeros are between what is written.
-        places: of each operand, those of a picture's pixels (`places_of_pixels`), where it is not
-            packed pixel by pixel.
+        tables: of each operand `places_of_pixels` and `gaps_of`, or None where it is packed pixel
+            by pixel.
     """
 
     shapes: tuple[tuple[int, int, int], tuple[int, int, int]]
@@ -112,8 +112,7 @@ class _Work(NamedTuple):
     size: int
     keeps: tuple[bool, bool]
     copies: tuple[bool, bool]
-    fills: bool
-    places: tuple[Tensor | None, Tensor | None]
+    tables: tuple[Tensor | None, ...]
     programs: int
     numbers: tuple[int, ...]
     constants: dict[str, Any]
@@ -139,9 +138,10 @@ def _lie_at(sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int])
 
 
 @lru_cache(maxsize=1024)
-def _places_on(device: torch.device, pixels: tuple[int, ...], to: Target) -> Tensor:
-    """Returns `places_of_pixels`, which batches of all sizes share."""
-    return places_of_pixels(pixels, to).to(device)
+def _tables_on(device: torch.device, pixels: tuple[int, ...], to: Target) -> tuple[Tensor, Tensor]:
+    """Returns `places_of_pixels` and `gaps_of`, which batches of all sizes share."""
+    places = places_of_pixels(pixels, to)
+    return places.to(device), gaps_of(places, to).to(device)
 
 
 @lru_cache(maxsize=1024)
@@ -150,41 +150,45 @@ def _work_of(
     is_scaled: bool, to_x: Target, to_y: Target, device: torch.device,
 ) -> _Work:  # fmt: skip
     """Returns the work on operands of such shapes and strides."""
-    keeps, copies, fills, counts, tables = [], [], [], [], []
+    keeps, copies, counts = [], [], []
+    tables: list[Tensor | None] = []
     numbers: list[int] = []
     constants: dict[str, Any] = dict(SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK)
     for name, (pictures, channels, *pixels), strides, to in (
         ("X", x, strides_x, to_x), ("Y", y, strides_y, to_y),
     ):  # fmt: skip
-        count, block = prod(pixels), min(BLOCK, next_power_of_two(max(1, channels)))
+        count, columns = prod(pixels), to.groups * to.width
+        block = min(BLOCK, next_power_of_two(columns))
         # With padding and a stride the grid may have the sizes of the pixels, and other places.
         is_moved = (*pixels,) != to.grid.sizes or prod(to.grid.phases) > 1
         is_placed = is_moved or any(to.padding)
-        is_padded = to.groups * to.width != channels
         pixel = _distance(pixels, strides[2:])
         copies.append(pixel is None)
         places = (channels * count, count, 1) if pixel is None else (*strides[:2], pixel)
         is_last = _lie_at((pictures, channels, count), places, (channels * count, 1, channels))
-        keeps.append(is_last and not (is_scaled or is_placed or is_padded or to.groups > 1))
-        fills.append(is_placed or is_padded)
-        counts.append(
-            0 if keeps[-1] else pictures * ceil_div(count, BLOCK) * ceil_div(channels, block)
+        is_other = is_scaled or is_placed or columns != channels or to.groups > 1
+        keeps.append(is_last and not is_other)
+        own = _tables_on(device, (*pixels,), to) if is_placed else (None, None)
+        n_gaps = 0 if own[1] is None else len(own[1])
+        samples, rows, _ = to.shape(pictures)
+        of_pixels, of_gaps = (
+            0 if keeps[-1] else n * ceil_div(each, BLOCK) * ceil_div(columns, block)
+            for n, each in ((pictures, count), (samples // to.groups, n_gaps))
         )
-        tables.append(_places_on(device, (*pixels,), to) if is_placed else None)
-        numbers += channels, count, *places, prod(to.grid.sizes) if is_placed else count
-        numbers += to.pictures, to.shape(pictures)[1], channels // to.groups, to.width
+        counts.append(of_pixels + of_gaps)
+        tables += own
+        numbers += of_pixels, n_gaps, count, *places, prod(to.grid.sizes) if is_placed else count
+        numbers += to.pictures, rows, channels // to.groups, to.width, columns
         constants |= {
             f"PLACED_{name}": is_placed, f"GROUPED_{name}": to.groups > 1, f"BLOCK_{name}": block,
         }  # fmt: skip
     shapes = to_x.shape(x[0]), to_y.shape(y[0])
-    rows = [(count * width, width, 1) for _, count, width in shapes]
+    rows_at = [(count * width, width, 1) for _, count, width in shapes]
     sizes = [0 if keep else prod(shape) for keep, shape in zip(keeps, shapes, strict=True)]
     start = ceil_div(sizes[0], ALIGNMENT) * ALIGNMENT
     return _Work(
-        shapes, (rows[0], rows[1]), start, start + sizes[1], (keeps[0], keeps[1]),
-        (copies[0], copies[1]),
-        any(fill and not keep for fill, keep in zip(fills, keeps, strict=True)),
-        (tables[0], tables[1]), sum(counts), (counts[0], *numbers), constants,
+        shapes, (rows_at[0], rows_at[1]), start, start + sizes[1], (keeps[0], keeps[1]),
+        (copies[0], copies[1]), tuple(tables), sum(counts), (counts[0], *numbers), constants,
     )  # fmt: skip
 
 
@@ -203,46 +207,58 @@ if triton is not None:
 
     @triton.jit
     def _pack_tile(
-        p_x, p_packed, p_largest, p_places, i_program, n_channels, n_l, s_picture, s_channel,
-        s_pixel, n_plane, pictures, n_rows, n_own, n_row, PLACED: tl.constexpr,
-        GROUPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
-        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
+        p_x, p_packed, p_largest, p_places, p_gaps, i_program, n_programs, n_gaps, n_l, s_picture,
+        s_channel, s_pixel, n_plane, pictures, n_rows, n_own, n_row, n_columns,
+        PLACED: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_L: tl.constexpr,
+        BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
-        """Copies a tile of [C, D, H, W] of one picture to its places."""
-        n_tiles_l = tl.cdiv(n_l, BLOCK_L)
-        i_rest, i_l = i_program // n_tiles_l, i_program % n_tiles_l
-        n_tiles_c = tl.cdiv(n_channels, BLOCK_C)
-        i_n, i_c = (i_rest // n_tiles_c).to(tl.int64), i_rest % n_tiles_c
-        i_b, i_picture = i_n // pictures, (i_n % pictures).to(tl.int32)
-        o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
-        o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        m_l, m_c = o_l < n_l, o_c < n_channels
-        p_x += i_n * s_picture + o_l[None, :].to(tl.int64) * s_pixel
-        p_x += o_c[:, None].to(tl.int64) * s_channel
-        b_x = tl.load(p_x, mask=m_c[:, None] & m_l[None, :], other=0)
-        if SCALED:
-            b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
-        o_to = o_l
-        if PLACED:
-            o_to = tl.load(p_places + o_l, mask=m_l, other=-1)
-            m_l = o_to >= 0
-        o_to += i_picture * n_plane
+        """Copies a tile of [C, D, H, W] of one picture to its places, or writes zeros between."""
+        n_tiles_c = tl.cdiv(n_columns, BLOCK_C)
+        o_c = i_program % n_tiles_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        m_c = o_c < n_columns
+        i_group, o_own = tl.zeros_like(o_c), o_c  # the column's group, and its number in it
         if GROUPED:
-            i_sample = i_b * (n_channels // n_own) + o_c // n_own
-            p_packed += (i_sample * n_rows * n_row + o_c % n_own)[None, :]
+            i_group, o_own = o_c // n_row, o_c % n_row
+        p_packed += i_group.to(tl.int64)[None, :] * n_rows * n_row + o_own[None, :]
+        s_sample = tl.cdiv(n_columns, n_row).to(tl.int64) * n_rows * n_row
+        i_rest = i_program // n_tiles_c
+        if PLACED and i_program >= n_programs:
+            i_rest -= n_programs // n_tiles_c
+            n_tiles = tl.cdiv(n_gaps, BLOCK_L)
+            o_gap = i_rest % n_tiles * BLOCK_L + tl.arange(0, BLOCK_L)
+            m_gap = o_gap < n_gaps
+            o_row = tl.load(p_gaps + o_gap, mask=m_gap, other=0)
+            p_packed += i_rest // n_tiles * s_sample + o_row[:, None] * n_row
+            b_zero = tl.zeros((BLOCK_L, BLOCK_C), p_packed.dtype.element_ty)
+            tl.store(p_packed, b_zero, mask=m_gap[:, None] & m_c[None, :])
         else:
-            p_packed += i_b * n_rows * n_row + o_c[None, :]
-        p_packed += o_to[:, None] * n_row
-        tl.store(
-            p_packed, b_x.T.to(p_packed.dtype.element_ty), mask=m_l[:, None] & m_c[None, :]
-        )  # fmt: skip
+            n_tiles = tl.cdiv(n_l, BLOCK_L)
+            i_n = (i_rest // n_tiles).to(tl.int64)
+            i_b, i_picture = i_n // pictures, (i_n % pictures).to(tl.int32)
+            o_l = i_rest % n_tiles * BLOCK_L + tl.arange(0, BLOCK_L)
+            m_l, m_own = o_l < n_l, m_c & (o_own < n_own)
+            p_x += i_n * s_picture + o_l[None, :].to(tl.int64) * s_pixel
+            p_x += (i_group * n_own + o_own)[:, None].to(tl.int64) * s_channel
+            b_x = tl.load(p_x, mask=m_own[:, None] & m_l[None, :], other=0)
+            if SCALED:
+                b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
+            o_to = o_l
+            if PLACED:
+                o_to = tl.load(p_places + o_l, mask=m_l, other=-1)
+                m_l = o_to >= 0
+            o_to += i_picture * n_plane
+            p_packed += i_b * s_sample + o_to[:, None] * n_row
+            tl.store(
+                p_packed, b_x.T.to(p_packed.dtype.element_ty), mask=m_l[:, None] & m_c[None, :]
+            )  # fmt: skip
 
     @triton.jit(do_not_specialize=["programs_x", *UNSPECIALIZED])
     def _pack_kernel(
-        p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, p_places_x, p_places_y,
-        programs_x, n_channels_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x,
-        n_rows_x, n_own_x, n_row_x, n_channels_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y,
-        n_plane_y, pictures_y, n_rows_y, n_own_y, n_row_y, SCALED: tl.constexpr,
+        p_x, p_y, p_packed_x, p_packed_y, p_largest_x, p_largest_y, p_scale, p_places_x, p_gaps_x,
+        p_places_y, p_gaps_y, programs_x, n_own_programs_x, n_gaps_x, n_l_x, s_picture_x,
+        s_channel_x, s_pixel_x, n_plane_x, pictures_x, n_rows_x, n_own_x, n_row_x, n_columns_x,
+        n_own_programs_y, n_gaps_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y,
+        pictures_y, n_rows_y, n_own_y, n_row_y, n_columns_y, SCALED: tl.constexpr,
         SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, PLACED_X: tl.constexpr,
         PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr, GROUPED_Y: tl.constexpr,
         BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
@@ -250,13 +266,14 @@ if triton is not None:
         i_program = tl.program_id(0)
         if i_program < programs_x:
             _pack_tile(
-                p_x, p_packed_x, p_largest_x, p_places_x, i_program, n_channels_x, n_l_x,
-                s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x, n_rows_x, n_own_x,
-                n_row_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L, BLOCK_X, SMALLEST, EXPONENT,
+                p_x, p_packed_x, p_largest_x, p_places_x, p_gaps_x, i_program, n_own_programs_x,
+                n_gaps_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x,
+                n_rows_x, n_own_x, n_row_x, n_columns_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L,
+                BLOCK_X, SMALLEST, EXPONENT,
             )  # fmt: skip
             if SCALED:
-                n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_channels_x, BLOCK_X) * pictures_x
-                if i_program % n_tiles == 0:
+                n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_columns_x, BLOCK_X) * pictures_x
+                if (i_program < n_own_programs_x) & (i_program % n_tiles == 0):
                     i_b = i_program // n_tiles
                     e_x = _exponent_of(tl.load(p_largest_x + i_b), SMALLEST, EXPONENT)
                     e_y = _exponent_of(tl.load(p_largest_y + i_b), SMALLEST, EXPONENT)
@@ -265,7 +282,8 @@ if triton is not None:
                     tl.store(p_scale + i_b, scale)
         else:
             _pack_tile(
-                p_y, p_packed_y, p_largest_y, p_places_y, i_program - programs_x, n_channels_y,
-                n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y, pictures_y, n_rows_y,
-                n_own_y, n_row_y, PLACED_Y, GROUPED_Y, SCALED, BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
+                p_y, p_packed_y, p_largest_y, p_places_y, p_gaps_y, i_program - programs_x,
+                n_own_programs_y, n_gaps_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y,
+                pictures_y, n_rows_y, n_own_y, n_row_y, n_columns_y, PLACED_Y, GROUPED_Y, SCALED,
+                BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
             )  # fmt: skip
