@@ -221,25 +221,25 @@ if triton is not None:
             i_group, o_own = o_c // n_row, o_c % n_row
         p_packed += i_group.to(tl.int64)[None, :] * n_rows * n_row + o_own[None, :]
         s_sample = tl.cdiv(n_columns, n_row).to(tl.int64) * n_rows * n_row
-        i_rest = i_program // n_tiles_c
-        if PLACED and i_program >= n_programs:
-            i_rest -= n_programs // n_tiles_c
-            n_tiles = tl.cdiv(n_gaps, BLOCK_L)
-            o_gap = i_rest % n_tiles * BLOCK_L + tl.arange(0, BLOCK_L)
+        i_tile = i_program // n_tiles_c
+        i_first_gap = n_programs // n_tiles_c
+        if PLACED and i_tile >= i_first_gap:
+            i_gap, n_gap_tiles = i_tile - i_first_gap, tl.cdiv(n_gaps, BLOCK_L)
+            o_gap = i_gap % n_gap_tiles * BLOCK_L + tl.arange(0, BLOCK_L)
             m_gap = o_gap < n_gaps
             o_row = tl.load(p_gaps + o_gap, mask=m_gap, other=0)
-            p_packed += i_rest // n_tiles * s_sample + o_row[:, None] * n_row
+            p_zero = p_packed + i_gap // n_gap_tiles * s_sample + o_row[:, None] * n_row
             b_zero = tl.zeros((BLOCK_L, BLOCK_C), p_packed.dtype.element_ty)
-            tl.store(p_packed, b_zero, mask=m_gap[:, None] & m_c[None, :])
+            tl.store(p_zero, b_zero, mask=m_gap[:, None] & m_c[None, :])
         else:
             n_tiles = tl.cdiv(n_l, BLOCK_L)
-            i_n = (i_rest // n_tiles).to(tl.int64)
+            i_n = (i_tile // n_tiles).to(tl.int64)
             i_b, i_picture = i_n // pictures, (i_n % pictures).to(tl.int32)
-            o_l = i_rest % n_tiles * BLOCK_L + tl.arange(0, BLOCK_L)
+            o_l = i_tile % n_tiles * BLOCK_L + tl.arange(0, BLOCK_L)
             m_l, m_own = o_l < n_l, m_c & (o_own < n_own)
-            p_x += i_n * s_picture + o_l[None, :].to(tl.int64) * s_pixel
-            p_x += (i_group * n_own + o_own)[:, None].to(tl.int64) * s_channel
-            b_x = tl.load(p_x, mask=m_own[:, None] & m_l[None, :], other=0)
+            p_from = p_x + i_n * s_picture + o_l[None, :].to(tl.int64) * s_pixel
+            p_from += (i_group * n_own + o_own)[:, None].to(tl.int64) * s_channel
+            b_x = tl.load(p_from, mask=m_own[:, None] & m_l[None, :], other=0)
             if SCALED:
                 b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
             o_to = o_l
@@ -247,10 +247,8 @@ if triton is not None:
                 o_to = tl.load(p_places + o_l, mask=m_l, other=-1)
                 m_l = o_to >= 0
             o_to += i_picture * n_plane
-            p_packed += i_b * s_sample + o_to[:, None] * n_row
-            tl.store(
-                p_packed, b_x.T.to(p_packed.dtype.element_ty), mask=m_l[:, None] & m_c[None, :]
-            )  # fmt: skip
+            p_to = p_packed + i_b * s_sample + o_to[:, None] * n_row
+            tl.store(p_to, b_x.T.to(p_packed.dtype.element_ty), mask=m_l[:, None] & m_c[None, :])
 
     @triton.jit(do_not_specialize=["programs_x", *UNSPECIALIZED])
     def _pack_kernel(
