@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -33,11 +33,12 @@ from dp_clipping.kernels.convolution.geometry import (
     grid_of,
     runs_of,
 )
-from dp_clipping.kernels.convolution.packing import pack
+from dp_clipping.kernels.convolution.packing import largest_of, pack
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, ceil_div
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
+numel = methodcaller("numel")
 FEW = 8  # input channels, below which those under the taps of a row are packed as channels
 
 
@@ -207,14 +208,18 @@ class ConvolutionFactors:
 
 def pack_whole(uses: Sequence[ConvolutionFactors]) -> None:
     """Packs all samples of the uses that are not packed yet, in place of their x and y."""
+    uses = [use for use in uses if use.pair is None and use.gradients is None]
+    scaled = [use for use in uses if use.tf32 and use.batch_size and all(map(numel, use.values))]
+    largest: dict[ConvolutionFactors, Sequence[Tensor]] = {}
+    if scaled:
+        found = largest_of([x for use in scaled for x in use.values], scaled[0].batch_size)
+        largest = dict(zip(scaled, zip(found[::2], found[1::2], strict=True), strict=True))
     for use in uses:
-        if use.pair is not None or use.gradients is not None:
-            continue
         (x, y), layout = use.values, use.layout
         use.values = ()
         x = folded(x, use.geometry, layout) if layout.folds else x
-        found = pack(x, y, layout.to_x, layout.to_y, use.tf32)
+        packed = pack(x, y, layout.to_x, layout.to_y, use.tf32, largest.get(use, ()))
         del x, y
-        use.values, use.scale, use.pair = found[:2], found[2], pair_of(found, layout)
+        use.values, use.scale, use.pair = packed[:2], packed[2], pair_of(packed, layout)
         is_one = use.geometry.groups == 1
         use.summands = [use.pair] if is_one else pairs_of_groups(use.pair, layout)

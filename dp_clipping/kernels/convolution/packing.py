@@ -22,6 +22,7 @@ from dp_clipping.kernels.launch.tiles import (
     _holders,
     ceil_div,
     held,
+    kept_table_on,
     launch,
     next_power_of_two,
     tl,
@@ -31,6 +32,7 @@ from dp_clipping.kernels.launch.tiles import (
 EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
+PARTS, LARGEST_BLOCK = 8, 4096  # of a sample whose largest value is sought; values loaded at a time
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
 MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
 UNSPECIALIZED = [
@@ -40,11 +42,37 @@ UNSPECIALIZED = [
 ]
 
 
-def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -> Packed:
+def largest_of(operands: Sequence[Tensor], samples: int) -> Sequence[Tensor]:
+    """Returns the largest magnitudes in parts of each sample, [samples, PARTS] float32 of each.
+
+    Args:
+        operands: [N, C, D, H, W] float32 each, N a multiple of `samples`; one launch serves them.
+    """
+    words: list[int] = []
+    copies: list[Tensor] = []  # of those whose samples have gaps: they live as long as the launch
+    for x in operands:
+        if not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last_3d)):
+            x = x.contiguous()
+            copies.append(x)
+        words += x.data_ptr(), x.numel() // samples
+    found = operands[0].new_empty(len(operands), samples, PARTS)
+    launch(
+        _largest_kernel, (PARTS, samples, len(operands)),
+        (kept_table_on(found.device, tuple(words)), found), (samples,), PARTS=PARTS,
+        BLOCK=LARGEST_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return found.unbind(0)
+
+
+def pack(
+    x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False,
+    largest: Sequence[Tensor] = (),
+) -> Packed:  # fmt: skip
     """Packs both by one launch. Float32 becomes scaled float16 if TensorFloat-32 may be used.
 
     Args:
         x, y: [N, C, D, H, W] and [N, O, ..] in float32, bfloat16 or float16.
+        largest: `largest_of` both, if somebody knows them.
     """
     is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
     work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y, x.device)
@@ -55,15 +83,11 @@ def pack(x: Tensor, y: Tensor, to_x: Target, to_y: Target, tf32: bool = False) -
         x, y = x.movedim(1, -1), y.movedim(1, -1)
         return tuple.__new__(Packed, (x.view(shapes[0]), y.view(shapes[1]), None))
     scale = None
-    norms: tuple[Any, Any] = (None, None)
+    norms: Sequence[Any] = (None, None)
     if is_scaled:
-        samples, largest = (x.shape[0] // to_x.pictures, -1), torch.linalg.vector_norm
-        dims = (1, 2, 3, 4, 5)
-        norms = (
-            largest(x.unflatten(0, samples), torch.inf, dims),
-            largest(y.unflatten(0, samples), torch.inf, dims),
-        )  # fmt: skip
-        scale = norms[0].new_empty(samples[0])
+        samples = x.shape[0] // to_x.pictures
+        norms = largest or largest_of((x, y), samples)
+        scale = x.new_empty(samples)
     memory = x.new_empty(work.size, dtype=torch.float16 if is_scaled else x.dtype)  # of both
     results = (
         x.movedim(1, -1).view(shapes[0]) if keeps[0]
@@ -153,7 +177,9 @@ def _work_of(
     keeps, copies, counts = [], [], []
     tables: list[Tensor | None] = []
     numbers: list[int] = []
-    constants: dict[str, Any] = dict(SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK)
+    constants: dict[str, Any] = dict(
+        PARTS=PARTS, SMALLEST=SMALLEST, EXPONENT=EXPONENT, BLOCK_L=BLOCK
+    )
     for name, (pictures, channels, *pixels), strides, to in (
         ("X", x, strides_x, to_x), ("Y", y, strides_y, to_y),
     ):  # fmt: skip
@@ -194,9 +220,24 @@ def _work_of(
 
 if triton is not None:
 
+    @triton.jit(do_not_specialize=["samples"])
+    def _largest_kernel(p_rows, p_largest, samples, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+        i_part, i_b, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        n = tl.load(p_rows + 2 * i_row + 1)
+        p_x = tl.load(p_rows + 2 * i_row).to(tl.pointer_type(tl.float32)) + i_b * n
+        n_part = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
+        b_largest = tl.zeros((BLOCK,), tl.float32)
+        for o_first in range(i_part * n_part, tl.minimum((i_part + 1) * n_part, n), BLOCK):
+            o_x = o_first + tl.arange(0, BLOCK)
+            b_largest = tl.maximum(b_largest, tl.abs(tl.load(p_x + o_x, mask=o_x < n, other=0)))
+        tl.store(p_largest + (i_row * samples + i_b) * PARTS + i_part, tl.max(b_largest))
+
     @triton.jit
-    def _exponent_of(largest, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr):
-        """Returns log₂ of what samples with such a largest magnitude are divided by, from bits."""
+    def _exponent_of(
+        p_largest, i_b, PARTS: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr
+    ):  # fmt: skip
+        """Returns log₂ of what a sample is divided by, from the bits of its largest magnitude."""
+        largest = tl.max(tl.load(p_largest + i_b * PARTS + tl.arange(0, PARTS)))
         exponent = (largest.to(tl.int32, bitcast=True) >> 23 & 255) - 126
         return tl.maximum(exponent, SMALLEST) - EXPONENT
 
@@ -210,7 +251,7 @@ if triton is not None:
         p_x, p_packed, p_largest, p_places, p_gaps, i_program, n_programs, n_gaps, n_l, s_picture,
         s_channel, s_pixel, n_plane, pictures, n_rows, n_own, n_row, n_columns,
         PLACED: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_L: tl.constexpr,
-        BLOCK_C: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
+        BLOCK_C: tl.constexpr, PARTS: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr,
     ):  # fmt: skip
         """Copies a tile of [C, D, H, W] of one picture to its places, or writes zeros between."""
         n_tiles_c = tl.cdiv(n_columns, BLOCK_C)
@@ -241,7 +282,7 @@ if triton is not None:
             p_from += (i_group * n_own + o_own)[:, None].to(tl.int64) * s_channel
             b_x = tl.load(p_from, mask=m_own[:, None] & m_l[None, :], other=0)
             if SCALED:
-                b_x *= _power_of_two(-_exponent_of(tl.load(p_largest + i_b), SMALLEST, EXPONENT))
+                b_x *= _power_of_two(-_exponent_of(p_largest, i_b, PARTS, SMALLEST, EXPONENT))
             o_to = o_l
             if PLACED:
                 o_to = tl.load(p_places + o_l, mask=m_l, other=-1)
@@ -257,7 +298,7 @@ if triton is not None:
         s_channel_x, s_pixel_x, n_plane_x, pictures_x, n_rows_x, n_own_x, n_row_x, n_columns_x,
         n_own_programs_y, n_gaps_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y,
         pictures_y, n_rows_y, n_own_y, n_row_y, n_columns_y, SCALED: tl.constexpr,
-        SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, PLACED_X: tl.constexpr,
+        PARTS: tl.constexpr, SMALLEST: tl.constexpr, EXPONENT: tl.constexpr, PLACED_X: tl.constexpr,
         PLACED_Y: tl.constexpr, GROUPED_X: tl.constexpr, GROUPED_Y: tl.constexpr,
         BLOCK_L: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr,
     ):  # fmt: skip
@@ -267,14 +308,14 @@ if triton is not None:
                 p_x, p_packed_x, p_largest_x, p_places_x, p_gaps_x, i_program, n_own_programs_x,
                 n_gaps_x, n_l_x, s_picture_x, s_channel_x, s_pixel_x, n_plane_x, pictures_x,
                 n_rows_x, n_own_x, n_row_x, n_columns_x, PLACED_X, GROUPED_X, SCALED, BLOCK_L,
-                BLOCK_X, SMALLEST, EXPONENT,
+                BLOCK_X, PARTS, SMALLEST, EXPONENT,
             )  # fmt: skip
             if SCALED:
                 n_tiles = tl.cdiv(n_l_x, BLOCK_L) * tl.cdiv(n_columns_x, BLOCK_X) * pictures_x
                 if (i_program < n_own_programs_x) & (i_program % n_tiles == 0):
                     i_b = i_program // n_tiles
-                    e_x = _exponent_of(tl.load(p_largest_x + i_b), SMALLEST, EXPONENT)
-                    e_y = _exponent_of(tl.load(p_largest_y + i_b), SMALLEST, EXPONENT)
+                    e_x = _exponent_of(p_largest_x, i_b, PARTS, SMALLEST, EXPONENT)
+                    e_y = _exponent_of(p_largest_y, i_b, PARTS, SMALLEST, EXPONENT)
                     # Finite, so that nothing is left of a sample whose coefficient is 0.
                     scale = tl.minimum(_power_of_two(e_x) * _power_of_two(e_y), 1e38)
                     tl.store(p_scale + i_b, scale)
@@ -283,5 +324,5 @@ if triton is not None:
                 p_y, p_packed_y, p_largest_y, p_places_y, p_gaps_y, i_program - programs_x,
                 n_own_programs_y, n_gaps_y, n_l_y, s_picture_y, s_channel_y, s_pixel_y, n_plane_y,
                 pictures_y, n_rows_y, n_own_y, n_row_y, n_columns_y, PLACED_Y, GROUPED_Y, SCALED,
-                BLOCK_L, BLOCK_Y, SMALLEST, EXPONENT,
+                BLOCK_L, BLOCK_Y, PARTS, SMALLEST, EXPONENT,
             )  # fmt: skip

@@ -98,6 +98,22 @@ def place_in_float64(x: torch.Tensor, result: torch.Tensor, to: Target) -> None:
 
 
 @on_kernels(dtypes=(), tf32=True)
+def test_largest(place: Place) -> None:
+    """Operands of any layout and size; a sample has several pictures, and may hold infinity."""
+    x = torch.randn(6, 3, 2, 5, 7)
+    x[2, 1, 0, 3, 3], x[5, 2, 1, 4, 6] = -100.0, torch.inf
+    long = torch.randn(6, 1, 1, 1, packing.PARTS * packing.LARGEST_BLOCK + 5)
+    long[3, 0, 0, 0, -1] = -50.0
+    cases = [x, x.to(memory_format=torch.channels_last_3d), x.mT.contiguous().mT, x[..., :4], long]
+    cases.append(torch.ones(6, 1, 1, 1, 1).expand(6, 2, 1, 3, 3))
+    for samples in (6, 2):
+        found = packing.largest_of([one.to(place.device) for one in cases], samples)
+        for one, parts in zip(cases, found, strict=True):
+            expected = one.abs().reshape(samples, -1).amax(1)
+            assert torch.equal(parts.amax(1).cpu(), expected)
+
+
+@on_kernels(dtypes=(), tf32=True)
 def test_digits(place: Place) -> None:
     """Each sample keeps its digits, however small or large the others are."""
     scales = torch.tensor([1e-30, 1.0, 1e15]).view(3, 1, 1, 1, 1)
