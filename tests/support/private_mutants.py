@@ -592,7 +592,7 @@ ROWS = [
      "stack.enter_context(ExpectedDraws())", "pass", "tests/dp_clipping/trials/test_probe.py"),
     ("a batch comes after itself alone", "guard/carried.py",
      "Perturbed(torch.tensor([1])", "Perturbed(torch.tensor([0])",
-     "tests/dp_clipping/guard/test_carried.py"),
+     "tests/dp_clipping/trials/test_state.py", "refused_by_name"),
     ("changed rows have the checksum of before", "trials/values.py",
      "together * size // WORD.itemsize).sum(1)", "together * size // WORD.itemsize).sum(1) * 0",
      "tests/dp_clipping/trials/test_values.py"),
