@@ -1,12 +1,14 @@
 """What runs of a check change is put back; what is refused is in `trials/test_state.py`."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
-from dp_clipping.guard.carried import Restored
+from dp_clipping.capture.samples.batch import Batch
+from dp_clipping.guard.carried import Carried, Restored
 from dp_clipping.trials.objects import State
-from tests.dp_clipping.conftest import private
 
 
 class Network(nn.Module):
@@ -56,11 +58,12 @@ def test_hooks_are_put_back_with_what_notes_them():
         with Restored(State(network, False)):
             network(torch.ones(1, 2))
         assert len(network.layer._forward_hooks) == 1
-    model, x = private(network), torch.randn(4, 2)
-    model(x)
+    carried, x = Carried(State(network), network, partial(Batch, batch_first=True)), torch.eye(2)
+    mark = carried.state.mark()
+    network(x)
+    carried.check(mark.changes(), mark, Batch((x,), {}, True), "a forward in training")
     assert len(network.layer._forward_hooks) == 2
-    model.eval()
-    assert torch.equal(model(x), 2 * nn.functional.linear(x, *network.layer.parameters()))
+    assert torch.equal(network(x), 2 * nn.functional.linear(x, *network.layer.parameters()))
 
 
 def test_values_whose_memory_was_given_back_are_not_read():
