@@ -55,7 +55,6 @@ NOT_PARSED = {  # the others would run
     "pytest": "not ours",
     "tests.support.agreement_cost": "takes no arguments",
     "tests.support.host_cost": "takes no arguments",
-    "tests.support.mutants": "takes names of mutants",
 }
 PYTHON = re.compile(
     r"^(?:<!-- after: (\S+) -->\n)?(<!-- not run: .+ -->\n)?```python\n([^`]*)^```", re.MULTILINE

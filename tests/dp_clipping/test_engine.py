@@ -9,12 +9,10 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from dp_clipping import MODES, PrivacyEngine
+from dp_clipping import PrivacyEngine
 from dp_clipping.trials.schedule import LEVELS, Schedule
 from tests.support import engine
 from tests.support.engine import BATCH, CLASSES, arguments, backward, build, data, fixed, step
-
-PRIVATE = [mode for mode in MODES if mode != "no_dp"]
 
 pytestmark = [
     pytest.mark.filterwarnings("error::UserWarning"),

@@ -19,10 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
-K = 2
-ROWS = 3 * K
-
-
 SAMPLES, MOST, CLASSES, C = 22, 4, 3, 0.7
 IDS = [max(n for n in range(7) if i >= n * (n - 1) // 2) for i in range(SAMPLES - 1)] + ["last"]
 IDS = IDS[::2] + IDS[1::2]  # 7 units of 1 to 6 examples, not side by side

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_clipping import BatchMemoryManager, PrivacyEngine, register_noise_mechanism
@@ -87,6 +88,13 @@ def backward(run, batch):
     run.criterion(run.model(x), y).backward()
 
 
+def ordinary_backward(run):
+    """Runs a backward in evaluation, which is not private."""
+    run.model.eval()
+    F.cross_entropy(run.model(data()[5:6][0]), torch.tensor([1])).backward()
+    run.model.train()
+
+
 def step(run, batch=None):
     backward(run, batch or data()[:5])
     run.optimizer.step()
@@ -125,4 +133,5 @@ CHANGES = {
     "zero_grad": lambda net: net.zero_grad(),
     "zeros": lambda net: net.zero_grad(set_to_none=False),
 }
+UNCLIPPED = r"ordinary backward.*added to the gradient of 0\.bias, 0\.weight, 2\.bias"
 CHANGED = r"was changed between backward\(\) and optimizer\.step\(\).*call optimizer\.pre_step\(\)"

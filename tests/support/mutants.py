@@ -1,11 +1,10 @@
 """Mistakes that are often made, and the tests that catch them: of `ddp`, and of private training.
 
-    python -m tests.support.mutants             # apply each, print the table: mutant → caught by
-    python -m tests.support.mutants NAME ...    # some of them
+    pytest -m slow tests/test_mutants.py -k all-groups-are-one
 
 A mutant is a change of source text, made in a copy of the package and of its tests in a temporary
-folder; the named tests run there and one must fail. The first of them that does is the table's.
-Those of `dp_clipping` are in private_mutants.py.
+folder; the named tests run there and one must fail. Mistakes of `dp_clipping` are in
+private_mutants.py; mutation_score.py draws other changes and runs them by `run_tests` too.
 """
 
 import os
@@ -26,17 +25,18 @@ from tests.support.forked import session_of
 ROOT = Path(__file__).parents[2]
 COPIED = ["pyproject.toml", "ddp", "ddp_by_hand", "tests/ddp", "tests/support", "tests/__init__.py"]
 COPIED += ["tests/conftest.py"]
-PRIVATE = "dp_clipping/"
+DDP, PRIVATE = "ddp/", "dp_clipping/"
 OF_PRIVATE = (PRIVATE, f"tests/{PRIVATE}", "docs/proofs")
+
+Change = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`changes`: (file in ddp/, or with dp_clipping/ in front, text, replacement); `tests`: a test
-    file and, perhaps, -k."""
+    """`changes`: (file, text, replacement); `tests`: a test file and, perhaps, -k."""
 
     name: str
-    changes: tuple[tuple[str, str, str], ...]
+    changes: tuple[Change, ...]
     tests: tuple[str, ...]
 
 
@@ -282,15 +282,15 @@ ROWS = [  # of one change: name, file in ddp/, text, replacement, test file, and
 
 MUTANTS = [
     *(
-        Mutant(name, ((file, text, replacement),), (f"tests/ddp/{tests[0]}", *tests[1:]))
+        Mutant(name, ((DDP + file, text, replacement),), (f"tests/{DDP}{tests[0]}", *tests[1:]))
         for name, file, text, replacement, *tests in ROWS
     ),
     Mutant(
         "buckets launched in forward order",
         (
-            ("internals/interface.py", "list(reversed(range(len(self.gradients.parameters))))",
+            ("ddp/internals/interface.py", "list(reversed(range(len(self.gradients.parameters))))",
              "list(range(len(self.gradients.parameters)))"),
-            ("internals/step.py", "if not self._order_is_observed and is_shared:",
+            ("ddp/internals/step.py", "if not self._order_is_observed and is_shared:",
              "if False:"),
         ),
         ("tests/ddp/test_collectives.py",),
@@ -298,9 +298,9 @@ MUTANTS = [
     Mutant(
         "an unused parameter breaks the bucket",
         (
-            ("base.py", "self.launch_buckets(everything=True)",
+            ("ddp/base.py", "self.launch_buckets(everything=True)",
              "self.launch_buckets()"),
-            ("internals/step.py", "wrapper.launch_buckets(everything=True)",
+            ("ddp/internals/step.py", "wrapper.launch_buckets(everything=True)",
              "wrapper.launch_buckets()"),
         ),
         ("tests/ddp/test_unused.py",),
@@ -308,9 +308,9 @@ MUTANTS = [
     Mutant(
         "a broadcast overwrites the buffers that autograd has saved",
         (
-            ("internals/replicas.py", "if id(buffer) not in self._last:",
+            ("ddp/internals/replicas.py", "if id(buffer) not in self._last:",
              "if False:"),
-            ("internals/replicas.py", "self._last[id(buffer)][1] == version_of(buffer)",
+            ("ddp/internals/replicas.py", "self._last[id(buffer)][1] == version_of(buffer)",
              "True"),
         ),
         ("tests/ddp/test_replicas.py", "replaces"),
@@ -325,49 +325,56 @@ PRIVATE_MUTANTS = [
 ]
 
 
-def path_of(file: str, root: Path = ROOT) -> Path:
-    """Returns where the file of a change lies."""
-    return root / file if file.startswith(PRIVATE) else root / "ddp" / file
+@dataclass(frozen=True)
+class Outcome:
+    """What pytest did: its exit status, None if it took too long; the first test that failed."""
+
+    code: int | None
+    failed: str
+    output: str
 
 
-def run_tests(changes: tuple[tuple[str, str, str], ...], tests: tuple[str, ...]) -> str:
-    """Pytest's output on a changed copy, up to the first failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy")
-        copy_tree(copy, is_private=tests[0].startswith(f"tests/{PRIVATE}"))
-        for file, text, replacement in changes:
-            change(path_of(file, copy), text, replacement)
-        code, output = pytest_in(copy, tests[:1], 300, f"({tests[1]}) and " if tests[1:] else "")
-        if code not in (0, 1):
-            raise RuntimeError(f"pytest did not run: {output}")
-        return output
+def caught_by(mutant: Mutant) -> str:
+    """Returns the first test that fails on the mutant, or nothing."""
+    file, *only = mutant.tests
+    outcome = run_tests(mutant.changes, [file], 300, *only)
+    if outcome.code not in (0, 1):
+        raise RuntimeError(f"pytest did not run: {outcome.output}")
+    return outcome.failed
 
 
-def pytest_in(
-    copy: Path, tests: Sequence[str], limit: float, only: str = ""
-) -> tuple[int | None, str]:
-    """Returns pytest's exit status in a copy, None after so many seconds, and what it prints.
+def run_tests(
+    changes: Sequence[Change], tests: Sequence[str], limit: float, only: str = ""
+) -> Outcome:
+    """Runs tests in a changed copy for at most so many seconds, up to the first failure.
 
-    Nothing of it is left afterwards, ranks neither.
+    `only`: as -k. Nothing of it is left afterwards, ranks neither.
     """
+    chosen = f"({only}) and not cuda" if only else "not cuda"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not gpu"]
-    command += ["-p", "no:cacheprovider", *tests, "-k", f"{only}not cuda"]
-    # A compiled file of the same second and size would pass for the changed one's.
-    path = f"{copy}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    with copy.with_suffix(".txt").open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=copy, env=env, stdout=output, stderr=output, start_new_session=True
-        )
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(limit)
-        code = process.poll()
-        for number in session_of(process.pid):
-            with suppress(OSError):  # gone
-                os.kill(number, signal.SIGKILL)
-        process.wait()
-        output.seek(0)
-        return code, output.read()
+    command += ["-p", "no:cacheprovider", *tests, "-k", chosen]
+    with tempfile.TemporaryDirectory() as folder:
+        copy, printed = Path(folder, "copy"), Path(folder, "printed")
+        copy_tree(copy, is_private=tests[0].startswith(f"tests/{PRIVATE}"))
+        for change in changes:
+            apply(copy, *change)
+        # A compiled file of the same second and size would pass for the changed one's.
+        path = f"{copy}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        env = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        with printed.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=copy, env=env, stdout=output, stderr=output, start_new_session=True
+            )
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+            code = process.poll()
+            for number in session_of(process.pid):
+                with suppress(OSError):  # gone
+                    os.kill(number, signal.SIGKILL)
+            process.wait()
+        text = printed.read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    return Outcome(code, failed.group(1) if failed else "", text)
 
 
 def copy_tree(copy: Path, is_private: bool) -> None:
@@ -376,36 +383,11 @@ def copy_tree(copy: Path, is_private: bool) -> None:
         source, target = ROOT / name, copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-    change(copy / "ddp_by_hand/lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
+    apply(copy, "ddp_by_hand/lm/rank_pool.py", "timedelta(seconds=90)", "timedelta(seconds=15)")
 
 
-def change(file: Path, text: str, replacement: str) -> None:
-    source = file.read_text()
+def apply(root: Path, file: str, text: str, replacement: str) -> None:
+    source = (root / file).read_text()
     if text not in source:
-        raise ValueError(f"{file.name} no longer contains {text!r}: bring the mutant up to date")
-    file.write_text(source.replace(text, replacement))
-
-
-def caught_by(mutant: Mutant) -> str | None:
-    """The first test that fails on the mutant."""
-    failed = re.search(
-        r"^(?:FAILED|ERROR) \S+::(\S+)", run_tests(mutant.changes, mutant.tests), re.M
-    )
-    return failed.group(1) if failed else None
-
-
-def main(names: list[str]) -> int:
-    chosen = [m for m in [*MUTANTS, *PRIVATE_MUTANTS] if not names or m.name in names]
-    width = max(len(m.name) for m in chosen)
-    survivors = 0
-    for mutant in chosen:
-        test = caught_by(mutant)
-        survivors += test is None
-        print(f"{mutant.name:{width}}  {test or 'SURVIVES'}", flush=True)
-    killed = len(chosen) - survivors
-    print(f"{killed} of {len(chosen)} are caught ({killed / len(chosen):.0%})")
-    return int(survivors > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        raise ValueError(f"{file} no longer contains {text!r}: bring the mutant up to date")
+    (root / file).write_text(source.replace(text, replacement))

@@ -7,9 +7,9 @@
 
 cosmic-ray says where a file can be changed and how; running needs pytest alone. Which places are
 drawn follows from a hash of their line, so that an edit changes the draw near itself only. A
-mutant runs as those of mutants.py do: in a copy of the tree, against the tests of its own folder
-and then those of its room and `WIDER`. It is killed by the first that fails, or where all take
-`PATIENCE` times as long as without it.
+mutant runs as those of mutants.py do, against the tests of its own folder and then those of its
+room and `WIDER`. It is killed by the first that fails, or where all take `PATIENCE` times as long
+as without it.
 Results are appended as JSON lines: what is there already is not run again. They name lines by
 their text and not by numbers, so those of what an edit has not touched are kept.
 """
@@ -21,18 +21,15 @@ import hashlib
 import json
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from queue import Queue
 
 from tests.support.equivalent_mutants import EQUIVALENT
-from tests.support.mutants import ROOT, copy_tree, pytest_in
+from tests.support.mutants import ROOT, Change, run_tests
 
 ROOMS = tuple(f"dp_clipping/{r}" for r in ("clipping", "noise", "accounting", "sampling", "step"))
 SCHEDULE = ("base", "bucketed", "buckets", "individual", "individual_v2", "schedule")
@@ -43,9 +40,9 @@ ON_GPUS = {  # programs of Triton, and what only launches them
 MEANINGLESS = re.compile(  # on tensors and floats these raise, which any test sees
     r"(Bit(Or|And|Xor)|LShift|RShift)$|_(BitOr|BitAnd|BitXor|LShift|RShift)_"
 )
-NOT_RUN = {  # those of kernels, in Triton's interpreter, and of mutants
+NOT_RUN = {  # those of kernels, in Triton's interpreter
     "tests/dp_clipping/noise/test_kernel.py", "tests/dp_clipping/noise/test_registers.py",
-    "tests/dp_clipping/noise/secure/test_kernel.py", "tests/ddp/test_mutants.py",
+    "tests/dp_clipping/noise/secure/test_kernel.py",
 }  # fmt: skip
 PATIENCE, LEAST_SECONDS, MOST_SECONDS = 4, 25, 3600
 DRAWN, SEED = 600, 42
@@ -94,13 +91,15 @@ class Drawn:
         change = "\n".join(self.before).strip(), "\n".join(self.after).strip()
         return EQUIVALENT.get((self.file, *change))
 
-    def apply(self, source: str) -> str:
+    def change(self) -> Change:
+        """Returns the change of the whole file: its lines occur elsewhere in it too."""
+        source = (ROOT / self.file).read_text()
         lines = source.split("\n")
         here = slice(self.line, self.line + len(self.before))
         if lines[here] != list(self.before):
             raise ValueError(f"{self.key}: the file has other lines there: draw the mutants anew")
         lines[here] = self.after
-        return "\n".join(lines)
+        return self.file, source, "\n".join(lines)
 
 
 def files() -> list[str]:
@@ -187,8 +186,11 @@ def difference(name: str, operator: str, source: str, mutated: str) -> Drawn:
     return Drawn(name, begin, operator.removeprefix("core/"), before, after, earlier)
 
 
-def tests_of(file: str) -> tuple[list[str], list[str]]:
-    """Returns the test files of a module's folder; and the others of its room, with `WIDER`."""
+def tests_of(file: str) -> list[list[str]]:
+    """Returns the test files of a module's folder; and the others of its room with `WIDER`, if any.
+
+    The module's own come first.
+    """
     folder, module = Path("tests") / Path(file).parent, Path(file).stem
     room = next(room for room in WIDER if file.startswith(room))
     near = [
@@ -199,73 +201,61 @@ def tests_of(file: str) -> tuple[list[str], list[str]]:
     names = [path.relative_to(ROOT).as_posix() for path in (*near, *far)]
     names = [name for name in dict.fromkeys((*names, *WIDER[room])) if name not in NOT_RUN]
     count = sum(Path(name).parent == folder for name in names)
-    return names[:count], names[count:]
+    return [tests for tests in (names[:count], names[count:]) if tests]
+
+
+def name_of(tests: Sequence[str]) -> str:
+    """Names a list in the results, in whatever order it is run."""
+    return " ".join(sorted(tests))
 
 
 def run_all(mutants: Sequence[Drawn], results: Path, processes: int, seconds: float) -> None:
     """Appends a line for each mutant that has none yet; begins none after so many seconds.
 
-    First by the tests of their folders; what survives is run against the wider ones.
+    First all tests run without a mutant, which says how long they take.
     """
-    end, copies = time.monotonic() + seconds, Queue()
+    end = time.monotonic() + seconds
     known = {line["key"]: line for line in read(results)}
 
-    def run(
-        kind: str, key: str, tests: Sequence[str], limit: float, mutant: Drawn | None = None
-    ) -> dict | None:
-        """Runs tests in a copy, with a mutant; returns the line of the results."""
-        if time.monotonic() > end:
-            return None
-        copy, began = copies.get(), time.monotonic()
-        if mutant is not None:
-            source = (copy / mutant.file).read_text()
-            (copy / mutant.file).write_text(mutant.apply(source))
-        code, output = pytest_in(copy, tests, limit) if tests else (0, "")
-        if mutant is not None:
-            (copy / mutant.file).write_text(source)
-        copies.put(copy)
+    def run(kind: str, key: str, tests: Sequence[str], limit: float, *changes: Change) -> dict:
+        began = time.monotonic()
+        outcome = run_tests(changes, tests, limit)
         end_of = {None: "timeout", 0: "survived", 5: "survived"}  # 5: no test is chosen there
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         return {
-            "kind": kind, "key": key, "end": end_of.get(code, "killed"),
-            "test": failed.group(1) if failed else "" if code in end_of else output[-200:],
+            "kind": kind, "key": key, "end": end_of.get(outcome.code, "killed"),
+            "test": outcome.failed or ("" if outcome.code in end_of else outcome.output[-200:]),
             "seconds": round(time.monotonic() - began, 1),
         }  # fmt: skip
 
-    def keep(line: dict | None) -> None:
-        if line is not None:
-            known[line["key"]] = line
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{line['end']:9} {line['seconds']:6} {line['key']}  {line['test']}", flush=True)
+    def keep(line: dict) -> None:
+        known[line["key"]] = line
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{line['end']:9} {line['seconds']:6} {line['key']}  {line['test']}", flush=True)
 
-    def judge(mutant: Drawn, stage: int) -> bool:
-        """Keeps the line of a mutant; returns whether the next tests have to be run."""
-        tests = tests_of(mutant.file)[stage]
-        limit = LEAST_SECONDS + PATIENCE * known[" ".join(sorted(tests))]["seconds"]
-        line = run("mutant", mutant.key, tests, limit, mutant)
-        survives = line is not None and line["end"] == "survived"
-        if line is not None and (stage or not survives):
-            keep(line | asdict(mutant))
-        return survives
+    def take_time(tests: Sequence[str]) -> None:
+        if time.monotonic() < end:
+            keep(run("tests", name_of(tests), tests, MOST_SECONDS))
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        for number in range(processes):
-            copies.put(Path(folder, str(number)))
-            copy_tree(copies.queue[-1], is_private=True)
-        left = [m for m in mutants if m.key not in known and m.reason is None]
-        for stage in range(2):
-            lists = {" ".join(sorted(tests_of(m.file)[stage])) for m in left}
-            new = sorted(lists - known.keys())
-            whole = partial(run, "tests", limit=MOST_SECONDS)
-            for line in pool.map(whole, new, map(str.split, new)):
-                keep(line)
-            if not lists <= known.keys():
-                return  # the time is over
-            if wrong := [tests for tests in lists if known[tests]["end"] != "survived"]:
-                raise RuntimeError(f"without a mutant: {known[wrong[0]]}")
-            survive = list(pool.map(judge, left, [stage] * len(left)))
-            left = [mutant for mutant, does in zip(left, survive, strict=True) if does]
+    def judge(mutant: Drawn) -> None:
+        for tests in tests_of(mutant.file):
+            if time.monotonic() > end:
+                return
+            limit = LEAST_SECONDS + PATIENCE * known[name_of(tests)]["seconds"]
+            line = run("mutant", mutant.key, tests, limit, mutant.change())
+            if line["end"] != "survived":
+                break
+        keep(line | asdict(mutant))
+
+    left = [m for m in mutants if m.key not in known and m.reason is None]
+    lists = {name_of(tests): tests for m in left for tests in tests_of(m.file)}
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(take_time, [lists[name] for name in sorted(lists.keys() - known.keys())]))
+        if not lists.keys() <= known.keys():
+            return  # the time is over
+        if wrong := [name for name in lists if known[name]["end"] != "survived"]:
+            raise RuntimeError(f"without a mutant: {known[wrong[0]]}")
+        list(pool.map(judge, left))
 
 
 def read(results: Path) -> list[dict]:

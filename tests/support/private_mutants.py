@@ -29,6 +29,7 @@ PARTS = "tests/dp_clipping/sampling/test_parts.py"
 COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 LENGTHS = "tests/dp_clipping/guard/test_lengths.py"
+MIXING = "tests/dp_clipping/guard/test_network.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 RUNS_ON_RANKS = "tests/dp_clipping/ranks/test_runs.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
@@ -144,7 +145,7 @@ ROWS = [
      "state.had_finite = finite > 0", "pass", OPTIMIZER),
     ("errors of rounding leave arguments as they are", "guard/observer.py",
      "lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor)", "lambda x: x if True",
-     "tests/dp_clipping/guard/test_network.py", "another_order"),
+     MIXING, "another_order"),
     ("a refusal of all ranks is none", "distributed/agreement.py",
      "if highest == -negated_lowest and settings.get(REFUSAL) is not None:", "if False:",
      LENGTHS, "all_ranks and True"),
@@ -338,8 +339,7 @@ ROWS = [
      "self._departures.deferred = True", "pass",
      "tests/dp_clipping/distributed/test_divided.py", "short_of_memory"),
     ("places are counted from the front alone", "trials/perturb.py",
-     'SIDES = "front", "behind"', 'SIDES = "front", "front"',
-     "tests/dp_clipping/trials/test_probe.py", "either_end"),
+     'SIDES = "front", "behind"', 'SIDES = "front", "front"', MIXING),
     ("noise is subtracted from nothing", "noise/gaussian.py",
      "noisy = noise.mul_(std).add_(total[part])", "noisy = noise.mul_(std)",
      GAUSSIAN),
@@ -581,18 +581,16 @@ ROWS = [
      "tests/dp_clipping/trials/test_perturb.py"),
     ("a rank refuses what it finds alone", "guard/network.py",
      "for one in self.of_all_ranks(found):", "for one in [found]:",
-     "tests/dp_clipping/guard/test_network.py", "all_ranks and one"),
+     MIXING, "all_ranks and one"),
     ("every difference is rounding", "trials/probe.py",
-     "change <= RANDOM * size[0], torch.inf", "change < 0, torch.inf",
-     "tests/dp_clipping/trials/test_probe.py"),
+     "change <= RANDOM * size[0], torch.inf", "change < 0, torch.inf", MIXING),
     ("errors of the run itself are forgiven", "trials/probe.py",
-     "            if not perturbed.may_fail:\n                raise\n", "",
-     "tests/dp_clipping/trials/test_probe.py"),
+     "            if not perturbed.may_fail:\n                raise\n", "", MIXING),
     ("numbers by values are drawn", "trials/probe.py",
-     "stack.enter_context(ExpectedDraws())", "pass", "tests/dp_clipping/trials/test_probe.py"),
+     "stack.enter_context(ExpectedDraws())", "pass", "tests/dp_clipping/trials/test_draws.py"),
     ("a batch comes after itself alone", "guard/carried.py",
      "Perturbed(torch.tensor([1])", "Perturbed(torch.tensor([0])",
-     "tests/dp_clipping/guard/test_carried.py"),
+     "tests/dp_clipping/trials/test_state.py", "refused_by_name"),
     ("changed rows have the checksum of before", "trials/values.py",
      "together * size // WORD.itemsize).sum(1)", "together * size // WORD.itemsize).sum(1) * 0",
      "tests/dp_clipping/trials/test_values.py"),

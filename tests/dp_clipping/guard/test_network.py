@@ -186,22 +186,16 @@ def test_one_percent_of_mixing_is_refused_under_autocast(name):
         model(x)
 
 
-def test_a_batch_that_is_refused_is_refused_again():
-    model = private(zoo.Net(lambda net, x: net.a(x - x.mean(0) * (len(x) > 4)), a=nn.Linear(4, 2)))
-    for _ in range(4):
-        model(torch.randn(4, 4))
-        model.eval().train()
-    for _ in range(3):
-        with pytest.raises(ValueError, match="depends on the other samples"):
-            model(torch.randn(8, 4))
+def test_a_network_that_fails_in_other_company_is_refused():
+    """Fails here where a sample is there twice: an error tells of the other samples too."""
 
+    def function(net, x):
+        if len(x.unique(dim=0)) < len(x):
+            raise ArithmeticError("of copies")
+        return net.second(net.first(x))
 
-def test_it_is_found_when_a_second_sample_comes():
-    """One sample alone has no company to change."""
-    model = private(zoo.seeded(lambda: Function(MIXING["centred inputs"][0])))
-    model(torch.randn(1, 5))
-    with pytest.raises(ValueError, match="depends on the other samples"):
-        model(torch.randn(3, 5))
+    with pytest.raises(ValueError, match=r"not on some of the rows in it.*of copies"):
+        private(zoo.seeded(lambda: Function(function)))(torch.randn(4, 5))
 
 
 def test_dropout_and_a_bad_sample_are_no_mixing():
@@ -253,15 +247,23 @@ def test_mixing_that_begins_later_is_found_in_batches_1_2_4_8(begins):
         step(model, torch.randn(4, 5))
 
 
-def test_mixing_in_larger_batches_than_the_first_is_refused():
-    def function(net, x):
-        return net.second(net.first(x - x.mean(0) if len(x) > 7 else x))
+def centred_beyond(size):
+    return lambda net, x: net.second(net.first(x - x.mean(0) if len(x) > size else x))
 
-    model = private(zoo.seeded(lambda: Function(function)))
-    for _ in range(4):
-        step(model, torch.randn(4, 5))
-    with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
-        step(model, torch.randn(8, 5))
+
+@pytest.mark.parametrize(
+    ("size", "before", "refused"),
+    [(1, [1], 3), (7, [4] * 4, 8)],  # one sample alone has no company to change
+    ids=["a second sample", "larger batches"],
+)
+def test_mixing_beyond_some_size_is_refused_again_and_again(size, before, refused):
+    model = private(zoo.seeded(lambda: Function(centred_beyond(size))))
+    for count in before:
+        step(model, torch.randn(count, 5))
+        model.eval().train()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="what first sees of a sample depends on the other"):
+            step(model, torch.randn(refused, 5))
 
 
 def test_the_search_leaves_no_trace():

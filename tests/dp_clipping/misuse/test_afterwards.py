@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.dp_clipping.conftest import Unseen, private, private_loss
 from tests.support import engine, zoo
 from tests.support.backwards import with_backward
-from tests.support.engine import CHANGED, CHANGES
+from tests.support.engine import CHANGED, CHANGES, UNCLIPPED
 
 pytestmark = pytest.mark.filterwarnings("ignore:the batch of this step did not come from")
 Row = tuple[str, Callable[[SimpleNamespace], object], str, dict[str, object]]
@@ -33,19 +32,10 @@ def run():
 # Gradients that change between backward and the noise
 
 
-UNCLIPPED = r"ordinary backward.*added to the gradient of 0\.bias, 0\.weight, 2\.bias"
-
-
-def plain_backward(run: SimpleNamespace) -> None:
-    run.model.eval()
-    F.cross_entropy(run.model(engine.data()[5:6][0]), torch.tensor([1])).backward()
-    run.model.train()
-
-
 GRADIENTS: list[Row] = [
     *((name, lambda run, change=change: change(run.model.network), CHANGED, {})
       for name, change in CHANGES.items()),
-    ("an ordinary backward", plain_backward, UNCLIPPED, {}),
+    ("an ordinary backward", engine.ordinary_backward, UNCLIPPED, {}),
 ]  # fmt: skip
 
 
@@ -159,7 +149,7 @@ def test_what_was_put_right_goes_without_another_backward(run, right):
 def test_an_ordinary_backward_after_the_noise(run):
     engine.backward(run, BATCH)
     run.optimizer.pre_step()
-    plain_backward(run)
+    engine.ordinary_backward(run)
     with pytest.raises(RuntimeError, match=UNCLIPPED):
         run.optimizer.step()
 

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, prune, rnn
 
 from dp_clipping import PrivacyEngine, register_layer
 from tests.support import engine, zoo
+from tests.support.engine import UNCLIPPED
 from tests.support.registered_layers import (
     Apart,
     Dense,
@@ -91,15 +92,9 @@ def add_a_parameter_later() -> None:
     engine.step(run)
 
 
-def add_an_ordinary_gradient(run: SimpleNamespace) -> None:
-    run.model.eval()
-    F.cross_entropy(run.model(engine.data()[5:6][0]), torch.tensor([1])).backward()
-    run.model.train()
-
-
 def ordinary_gradient_before_the_private_one() -> None:
     run = engine.build()
-    add_an_ordinary_gradient(run)
+    engine.ordinary_backward(run)
     engine.backward(run, engine.data()[:5])
 
 
@@ -157,7 +152,6 @@ def let_a_parameter_go() -> None:
     engine.step(run)
 
 
-UNCLIPPED = r"ordinary backward.*added to the gradient of 0\.bias, 0\.weight, 2\.bias"
 GRADIENTS: list[Row] = [
     ("frozen later", lambda: freeze_later(False), RuntimeError,
      r"2\.bias \(frozen now\): freeze and unfreeze before"),

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     SequentialSampler,
     TensorDataset,
 )
@@ -164,11 +163,6 @@ class TestOtherLoaders:
             collate_fn=lambda samples: [torch.tensor([number for (number,) in samples])],
         )
         assert draws_of(loader, 2) == [[[0]], [[1], [2, 3]], [[]]]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
 
 
 class TestRefused:

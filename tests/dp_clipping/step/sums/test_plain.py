@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from dp_clipping.step import private_step
 from dp_clipping.step.sums import plain
 from tests.dp_clipping.conftest import (
     assert_step,
@@ -101,15 +100,6 @@ def test_a_change_of_one_small_sum_names_its_parameter_alone():
     network[0].bias.grad.mul_(2)
     with pytest.raises(RuntimeError, match=r"^the gradient of 0\.bias was changed"):
         model.gradient_buffer.watch.refuse_unclipped()
-
-
-@pytest.mark.parametrize(("mode", "backwards"), [("bookkeeping", 1), ("ghost", 2)])
-def test_a_second_backward_is_run_only_if_sums_need_it(monkeypatch, mode, backwards):
-    run = count_calls(private_step.gradients_at)
-    monkeypatch.setattr(private_step, "gradients_at", run)
-    x, target = torch.randn(2, BATCH, WIDTH)
-    clipped_sums(unchecked(nn.Linear(WIDTH, WIDTH), mode), (x, target))
-    assert run.count == backwards
 
 
 def test_tokens_that_cancel_are_clipped_by_what_rounding_may_hide():

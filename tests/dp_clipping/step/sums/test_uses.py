@@ -73,12 +73,3 @@ def test_gradients_of_further_uses_are_added_in_place(weight):
     assert live.peak == 5 * given[0].nbytes
     ((_, _, _, (total,)),) = uses.joined(weight.joint)
     torch.testing.assert_close(total, sum(given))
-
-
-def test_what_changes_while_it_waits_is_refused(weight):
-    uses = Uses(B, Kept())
-    y, a = operands()
-    add(uses, weight, y, a)
-    y.mul_(2)
-    with pytest.raises(RuntimeError, match="weight: the gradient of its layer's output"):
-        list(uses.joined(weight.joint))
