@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import cpu_rules, gpu_rules
-from .intervals import Interval
+from .intervals import Interval, by_name
 from .phases import BOOT, CONFIGURATION, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 
@@ -125,11 +125,8 @@ def _with_interval(event: dict) -> dict:
 
 def _ranges(events: list[dict], wanted) -> dict[str, list[Interval]]:
     """Returns the record_function ranges on the CPU with these names: name → intervals in order."""
-    found: dict[str, list[Interval]] = {}
-    for event in sorted(events, key=lambda e: e["start"]):
-        if event.get("cat") == "user_annotation" and wanted(event["name"]):
-            found.setdefault(event["name"], []).append((event["start"], event["end"]))
-    return found
+    ranges = [e for e in events if e.get("cat") == "user_annotation" and wanted(e["name"])]
+    return by_name(sorted(ranges, key=lambda event: event["start"]))
 
 
 def _span(phases: dict, epochs: dict, events: list[Interval]) -> Interval:
