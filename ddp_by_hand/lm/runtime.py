@@ -39,6 +39,15 @@ class Hardware:
     num_processes: int
     sentence: str
 
+    @property
+    def world_size(self) -> int:
+        """Returns the number of all ranks: of the launcher, or those that this machine gets."""
+        return launched_world_size() if launched() else self.num_processes
+
+    @property
+    def device_name(self) -> str:
+        return device_name(torch.device(self.device_type))
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -63,6 +72,11 @@ def launched_rank() -> int:
 def launched_world_size() -> int:
     """Returns the number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name by which results know a device: that of the GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def invocation() -> str:
