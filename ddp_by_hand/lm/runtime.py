@@ -55,7 +55,6 @@ class Worker:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     store: dist.Store
 
@@ -181,7 +180,7 @@ def process_group(hardware: Hardware, timeout_s: float) -> Iterator[Worker]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Worker(rank, world_size, local_rank, device, store)
+        yield Worker(rank, world_size, device, store)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -21,7 +21,6 @@ class Trace:
     communication  sorted; one interval per collective or kernel, which may overlap too
     phases         name of the phase → its intervals, in order; only phases that occur
     phase_basis    where the phases were placed: on the device, or on the CPU thread
-    epochs         name of the epoch's range → its intervals, always on the CPU thread
     span           first forward pass to the end of the last optimizer step
     layers         name of a layer's range → time of the work launched in it, all steps together
     collectives    name of a collective → its intervals, in order
@@ -41,7 +40,6 @@ class Trace:
     communication: list[Interval]
     phases: dict[str, list[Interval]]
     phase_basis: str
-    epochs: dict[str, list[Interval]]
     span: Interval
     layers: dict[str, float]
     collectives: dict[str, list[Interval]] = field(default_factory=dict)
@@ -83,7 +81,6 @@ def load_trace(path: str | Path) -> Trace:
         communication=rules.communication,
         phases=phases,
         phase_basis=phase_basis,
-        epochs=epochs,
         span=span,
         layers=rules.time_in(_ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
         collectives=rules.collectives(),
