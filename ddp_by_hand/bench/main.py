@@ -17,18 +17,19 @@ from ddp_by_hand.bench.profiling import ENDED, Profiling, leave_out_failed
 from ddp_by_hand.bench.report import describe_privacy, report
 from ddp_by_hand.bench.settings import Settings, check_world, settings_from
 from ddp_by_hand.bench.sharded import layout_of
-from ddp_by_hand.bench.worker import Benchmark, device_name, failure_row, plan, record_failure
-from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
+from ddp_by_hand.bench.worker import Benchmark, failure_row, plan, record_failure
+from ddp_by_hand.lm.interrupt import INTERRUPTED
+from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.model import Transformer
 from ddp_by_hand.lm.ranks import watched_rank
 from ddp_by_hand.lm.runtime import (
     Hardware,
+    device_name,
     find_hardware,
     has_parent,
     invocation,
     launched,
     launched_rank,
-    launched_world_size,
     typed_command,
 )
 from ddp_by_hand.lm.watch import Cause
@@ -49,7 +50,7 @@ def main(options: Options) -> int:
         hardware = find_hardware(options.device, options.num_processes)
         folder = DEFAULT_FOLDER / invocation()[: len("YYYYMMDD_HHMMSS")]
         settings = settings_from(options, hardware.device_type, folder)
-        check_world(settings, world_size_of(hardware))
+        check_world(settings, hardware.world_size)
         check_output(settings, options)
     if options.dry_run:
         if launched_rank() == 0:
@@ -91,8 +92,6 @@ def launch(settings: Settings, hardware: Hardware, options: Options) -> int:
     unwritten: list[dict] = []  # rows that results.jsonl did not take
     while True:
         outcome = run_ranks(command, hardware.num_processes)
-        if outcome.status == INTERRUPTED:
-            raise KeyboardInterrupt
         unwritten += json.loads(outcome.handed_over or "[]")
         if outcome.status == 0 or not (outcome.cause and outcome.doing):
             break
@@ -105,8 +104,7 @@ def launch(settings: Settings, hardware: Hardware, options: Options) -> int:
             break
     if outcome.status and not outcome.cause:
         return 1
-    device = "cpu" if hardware.device_type == "cpu" else torch.cuda.get_device_name(0)
-    status = print_report(settings, hardware.num_processes, device, unwritten)
+    status = print_report(settings, hardware.num_processes, hardware.device_name, unwritten)
     return max(status, int(outcome.status != 0))
 
 
@@ -114,8 +112,6 @@ def launch_profile(command: Sequence[str], num_processes: int) -> int:
     """Start the ranks; when an implementation ends them, start again for the others."""
     while True:
         outcome = run_ranks(command, num_processes)
-        if outcome.status == INTERRUPTED:
-            raise KeyboardInterrupt
         if outcome.status == 0 or not (outcome.cause and outcome.doing):
             return int(outcome.status != 0 or ENDED in os.environ)
         leave_out_failed(outcome)
@@ -167,13 +163,9 @@ def print_report(
     return status
 
 
-def world_size_of(hardware: Hardware) -> int:
-    return launched_world_size() if launched() else hardware.num_processes
-
-
 def describe_plan(settings: Settings, hardware: Hardware, options: Options) -> str:
     """Describes what would run, for `--dry-run`."""
-    world_size = world_size_of(hardware)
+    world_size = hardware.world_size
     with torch.device("meta"):
         count = sum(p.numel() for p in Transformer(settings.model).parameters())
     width = 2 if settings.dtype == "bfloat16" else 4

@@ -57,13 +57,10 @@ def report(
     text = "\n\n".join([*parts, f"results: {Results(settings.output_dir).path}"])
     print(text, flush=True)
     status = int(any(_is_bad(row) for row in rows) or bool(unwritten))
-
-    def draw_peaks(path: Path) -> bool:
-        return draw_predicted(settings, rows, world_size, device != "cpu", title, path)
-
+    on_gpu = device != "cpu"
     pictures = {
         "comparison": lambda path: _draw(settings, rows, device, title, path),
-        "memory": draw_peaks,
+        "memory": lambda path: draw_predicted(settings, rows, world_size, on_gpu, title, path),
     }
     for name, draw in pictures.items():
         picture = settings.output_dir / f"{name}.png"

@@ -13,7 +13,13 @@ from ddp_by_hand.bench.gate import Gate, tolerance
 from ddp_by_hand.bench.options import PROGRAM
 from ddp_by_hand.bench.settings import Settings, Subject, source_digest
 from ddp_by_hand.bench.training import building, noted_phases, train
-from ddp_by_hand.lm.runtime import Worker, has_parent, invocation, typed_command
+from ddp_by_hand.lm.runtime import (
+    Worker,
+    device_name,
+    has_parent,
+    invocation,
+    typed_command,
+)
 from ddp_by_hand.lm.timing import PeakMemory, StepClock, max_over_ranks
 from ddp_by_hand.lm.watch import Cause, Watch
 from ddp_by_hand.measure import (
@@ -78,10 +84,6 @@ def plan(settings: Settings) -> list[BenchmarkCell]:
         *(BenchmarkCell(subject, GATE, -1) for subject in by_reference),
         *(BenchmarkCell(subject, TIMING, number) for number, subject in rounds),
     ]
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def failure_row(row_text: str, cause: Cause) -> dict:

@@ -81,7 +81,7 @@ class Split:
 def main(options: Options) -> int:
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more
-    split = split_of(options)
+    split = split_of(options.pictures, options.filters)
     methods: dict[str, dict[str, Any]] = {"independent, poisson": {}}
     for bands in options.bands:
         for name, epochs in (("√(1 - x)", None), ("planned", options.epochs)):
@@ -187,14 +187,14 @@ def accuracy(weight: Tensor, pictures: Pictures) -> float:
     return (features @ weight.T).argmax(1).eq(digits).float().mean().item()
 
 
-def split_of(options: Options) -> Split:
+def split_of(count: int, filters: int) -> Split:
     """Draws the pictures, and computes their features."""
-    pictures, digits = font_digits(options.pictures + 3 * HELD_OUT, SIZE, 0)
-    features = features_of(pictures, options.filters)
-    public, *held_out, training = features.split([HELD_OUT] * 3 + [options.pictures])
+    pictures, digits = font_digits(count + 3 * HELD_OUT, SIZE, 0)
+    features = features_of(pictures, filters)
+    public, *held_out, training = features.split([HELD_OUT] * 3 + [count])
     training, *held_out = (F.normalize((x - public.mean(0)) / public.std(0)) for x in (
         training, *held_out))  # fmt: skip
-    _, tuning, test, answers = digits.split([HELD_OUT] * 3 + [options.pictures])
+    _, tuning, test, answers = digits.split([HELD_OUT] * 3 + [count])
     return Split(TensorDataset(training, answers), (held_out[0], tuning), (held_out[1], test))
 
 

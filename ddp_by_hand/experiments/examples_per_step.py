@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ddp_by_hand.experiments import correlated_noise
 from ddp_by_hand.experiments.correlated_noise import (
     Pictures,
     Split,
@@ -68,8 +67,7 @@ class Options:
 def main(options: Options) -> int:
     warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
     torch.set_num_threads(1)  # tensors are too small for more
-    sizes = {"pictures": options.pictures, "filters": options.filters, "batches": 1}
-    split = split_of(correlated_noise.Options(**sizes))
+    split = split_of(options.pictures, options.filters)
     ids = units_of_pictures(options)
     rows = []
     for epsilon in options.epsilons:

@@ -29,7 +29,8 @@ from ddp_by_hand.experiments.rounds import (
     row_of,
     run_rounds,
 )
-from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
+from ddp_by_hand.lm.interrupt import INTERRUPTED
+from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.ranks import watched_rank
 from ddp_by_hand.lm.runtime import Hardware, Worker, find_hardware, launched
 from ddp_by_hand.lm.timing import time_steps
@@ -85,12 +86,12 @@ def main(options: Options) -> int:
         return work(options, hardware)
     print(hardware.sentence, flush=True)
     command = [sys.executable, "-m", PROGRAM, *as_arguments(options)]
-    outcome = run_ranks(command, hardware.num_processes)
-    if outcome.status == INTERRUPTED:
+    try:
+        return int(run_ranks(command, hardware.num_processes).status != 0)
+    except KeyboardInterrupt:
         kept = f"what is finished is in {options.output}" if options.output else "nothing is kept"
         print(f"interrupted: {kept}", file=sys.stderr)
         return INTERRUPTED
-    return int(outcome.status != 0)
 
 
 def work(options: Options, hardware: Hardware) -> int:

@@ -33,6 +33,7 @@ from ddp_by_hand.measure import (
     ERROR,
     OK,
     SCHEMA_VERSION,
+    describe_failure,
     environment,
     plan_rounds,
     summarize,
@@ -132,14 +133,9 @@ def run_rounds(
             continue
         began = time.perf_counter()
         found = {**cell.names(), "config": config(cell)}
-        try:
-            found |= {"status": OK, **measure(cell)}
-        except Exception as error:
-            if torch.distributed.is_initialized():
-                raise  # other ranks may wait for this one
-            found |= failure_of(error)
+        found |= attempted(partial(measure, cell), device)
+        if found["status"] != OK:
             failed.add((str(cell.row), cell.variant))
-        release_memory(device)
         seconds = time.perf_counter() - began
         recorder.add(found, f"{describe_cell(found)}, {seconds:.1f} s" if speaks else "")
     return recorder.cells
@@ -171,6 +167,25 @@ def device_for(model: str) -> torch.device:
     if model != "tiny":
         raise BadInput(f"{model} needs a CUDA device: --model tiny rehearses on a CPU")
     return torch.device("cpu")
+
+
+def attempted(
+    measure: Callable[[], dict], device: torch.device, passing: type[Exception] | tuple = ()
+) -> dict:
+    """Returns what is measured with its status, or how and why it failed; frees its memory.
+
+    Errors of the kinds `passing` are raised; so are all where other ranks may wait for this one.
+    """
+    try:
+        found = {"status": OK, **measure()}
+    except passing:
+        raise
+    except Exception as error:
+        if torch.distributed.is_initialized():
+            raise
+        found = failure_of(error)
+    release_memory(device)
+    return found
 
 
 def failure_of(error: Exception) -> dict[str, str]:
@@ -225,7 +240,7 @@ def describe_cell(cell: dict) -> str:
     """Returns one line of progress."""
     name = f"{cell['row']} {cell['variant']} round {cell['round'] + 1}"
     if cell["status"] != OK:
-        return f"{name}: {cell['status']}: {cell['reason']}"
+        return f"{name}: {describe_failure(cell)}"
     return f"{name}: {summarize(cell['step_ms']).median:.1f} ms, {cell['peak_memory_mb']:,.0f} MiB"
 
 

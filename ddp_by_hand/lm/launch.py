@@ -44,7 +44,7 @@ class Outcome:
     """How the ranks ended.
 
     Attributes:
-        status: 0, the first failing rank's exit status, or `INTERRUPTED`.
+        status: 0, or the first failing rank's exit status.
         cause: what failed first, where it is known.
         doing: what rank 0 had said that it was doing (`Watch.say`), empty if nothing.
         handed_over: what rank 0 has left for the launcher (`Watch.hand_over`), empty if nothing.
@@ -57,7 +57,11 @@ class Outcome:
 
 
 def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
-    """Runs `command` once per rank and waits for all; Ctrl-C and SIGTERM end them as well."""
+    """Runs `command` once per rank, and waits for all.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, which end the ranks as well.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     board = dist.PrefixStore("attempt_0", store)
     children: list[subprocess.Popen] = []
@@ -72,8 +76,8 @@ def run_ranks(command: Sequence[str], num_processes: int) -> Outcome:
             environment = _environment(rank, num_processes, store.port)
             children.append(subprocess.Popen(command, env=environment, preexec_fn=_follow_parent))
         status = _wait(children, board, interrupted)
-        if interrupted.is_set():
-            return Outcome(INTERRUPTED)
+        if interrupted.is_set() or status == INTERRUPTED:
+            raise KeyboardInterrupt
         said, left = read_text(board, DOING), read_text(board, HANDED_OVER)
         if (cause := read_cause(board)) and not board.check([PRINTED]):
             print_cause(cause, board)

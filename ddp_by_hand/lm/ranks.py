@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_by_hand.lm.launch import INTERRUPTED
+from ddp_by_hand.lm.interrupt import INTERRUPTED
 from ddp_by_hand.lm.runtime import Hardware, Worker, connect_store, process_group
 from ddp_by_hand.lm.watch import Cause, Watch
 

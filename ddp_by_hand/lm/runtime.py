@@ -39,6 +39,15 @@ class Hardware:
     num_processes: int
     sentence: str
 
+    @property
+    def world_size(self) -> int:
+        """Returns the number of all ranks: of the launcher, or those that this machine gets."""
+        return launched_world_size() if launched() else self.num_processes
+
+    @property
+    def device_name(self) -> str:
+        return device_name(torch.device(self.device_type))
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -46,7 +55,6 @@ class Worker:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     store: dist.Store
 
@@ -63,6 +71,11 @@ def launched_rank() -> int:
 def launched_world_size() -> int:
     """Returns the number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name by which results know a device: that of the GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def invocation() -> str:
@@ -167,7 +180,7 @@ def process_group(hardware: Hardware, timeout_s: float) -> Iterator[Worker]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Worker(rank, world_size, local_rank, device, store)
+        yield Worker(rank, world_size, device, store)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -25,7 +25,6 @@ class Summary:
     median: float
     p10: float
     p90: float
-    min: float
     n: int
 
 
@@ -41,10 +40,10 @@ class Ratio(NamedTuple):
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Returns median, 10th and 90th percentile, minimum and number of finite `samples`."""
+    """Returns median, 10th and 90th percentile, and number of finite `samples`."""
     values = _checked(samples, "samples")
     p10, median, p90 = np.quantile(values, [0.1, 0.5, 0.9])
-    return Summary(float(median), float(p10), float(p90), float(values.min()), values.size)
+    return Summary(float(median), float(p10), float(p90), values.size)
 
 
 def ratio(

@@ -24,7 +24,7 @@ behind. The interpreter's own time between operators counts as idle.
 
 import re
 
-from .intervals import Interval, difference, total
+from .intervals import Interval, by_name, difference, intervals_of, total
 from .phases import ACCUMULATION
 
 BASIS = "CPU operators (a proxy)"
@@ -54,14 +54,11 @@ class Rules:
             and not is_wrapper(e["name"])
         ]
         self.computation = _without_launches(operators)  # sorted, and merged per thread
-        self.communication = _intervals(self._collectives)
+        self.communication = intervals_of(self._collectives)
 
     def collectives(self) -> dict[str, list[Interval]]:
         """Returns name → intervals, in order."""
-        found: dict[str, list[Interval]] = {}
-        for event in self._collectives:
-            found.setdefault(event["name"], []).append((event["start"], event["end"]))
-        return {name: sorted(calls) for name, calls in found.items()}
+        return by_name(self._collectives)
 
     def work_by_name(self, span: Interval) -> tuple[list, list]:
         """Returns nothing: operators contain others, and gloo says not what it does."""
@@ -84,7 +81,7 @@ class Rules:
     def kinds(self) -> dict[str, list[Interval]]:
         """Returns the operators of each kind of arithmetic."""
         return {
-            kind: _intervals([e for e in self.events if pattern.fullmatch(e["name"])])
+            kind: intervals_of(e for e in self.events if pattern.fullmatch(e["name"]))
             for kind, pattern in KINDS.items()
         }
 
@@ -100,9 +97,5 @@ def _without_launches(operators: list[dict]) -> list[Interval]:
     for thread in {e["tid"] for e in operators}:
         own = [e for e in operators if e["tid"] == thread]
         launches = [e for e in own if e["name"].startswith(CALLER_SIDE)]
-        kept += difference(_intervals(own), _intervals(launches))
+        kept += difference(intervals_of(own), intervals_of(launches))
     return sorted(kept)
-
-
-def _intervals(events: list[dict]) -> list[Interval]:
-    return sorted((e["start"], e["end"]) for e in events)

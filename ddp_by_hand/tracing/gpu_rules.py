@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .intervals import Interval
+from .intervals import Interval, by_name, intervals_of
 from .phases import ACCUMULATION, COMMUNICATION_PREFIX
 
 BASIS = "GPU kernels"
@@ -63,16 +63,13 @@ class Rules:
         self._side_ranges = _side_ranges(events)
         self._computing, self._communicating = _split(events, self._side_ranges)
         self._launched = _by_launch_time(events, self._computing)
-        self.computation = _intervals(self._computing)  # sorted and not merged
-        self.communication = _intervals(self._communicating + self._side_ranges)
+        self.computation = intervals_of(self._computing)  # sorted and not merged
+        self.communication = intervals_of(self._communicating + self._side_ranges)
 
     def collectives(self) -> dict[str, list[Interval]]:
         """Returns name → intervals, in order: projected ranges, and NCCL's kernels."""
         kernels = [e for e in self._communicating if "nccl" in e["name"].lower()]
-        found: dict[str, list[Interval]] = {}
-        for event in self._side_ranges + kernels:
-            found.setdefault(event["name"], []).append((event["start"], event["end"]))
-        return {name: sorted(calls) for name, calls in found.items()}
+        return by_name(self._side_ranges + kernels)
 
     def work_by_name(self, span: Interval) -> tuple[list[Work], list[Work]]:
         """Returns what ran on the device in `span`, by name, as (computing, communicating)."""
@@ -117,7 +114,7 @@ class Rules:
             kind = next((k for k, pattern in KINDS.items() if pattern.search(event["name"])), None)
             if kind and event.get("cat") == "kernel":
                 found[kind].append(event)
-        return {kind: _intervals(own) for kind, own in found.items()}
+        return {kind: intervals_of(own) for kind, own in found.items()}
 
 
 def _by_name(events: list[dict], span: Interval) -> list[Work]:
@@ -245,8 +242,4 @@ def _projections(events: list[dict], name: str) -> list[Interval]:
     """Returns the profiler's own device ranges of that name on the main stream."""
     main = _main_stream(events)
     projected = [e for e in events if e.get("cat") == "gpu_user_annotation"]
-    return _intervals([e for e in projected if e["name"] == name and _stream(e) == main])
-
-
-def _intervals(events: list[dict]) -> list[Interval]:
-    return sorted((e["start"], e["end"]) for e in events)
+    return intervals_of(e for e in projected if e["name"] == name and _stream(e) == main)

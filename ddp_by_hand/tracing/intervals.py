@@ -4,8 +4,9 @@ An interval is a pair (start, end) of floats, here microseconds. A list of them 
 of instants that at least one covers, so overlapping and repeated intervals count once: that is
 what "the GPU computed for 3 ms" means when two streams computed at the same time.
 
-All four functions are one walk over the sorted edges. At each edge we know whether we are inside
-`a`, inside `b` or inside both, and keep the stretch since the previous edge if the answer pleases:
+`union` and what follows it are one walk over the sorted edges. At each edge we know whether we are
+inside `a`, inside `b` or inside both, and keep the stretch since the previous edge if the answer
+pleases:
 
     a            ████████
     b                ████████
@@ -17,6 +18,19 @@ All four functions are one walk over the sorted edges. At each edge we know whet
 from collections.abc import Callable, Iterable
 
 Interval = tuple[float, float]
+
+
+def intervals_of(events: Iterable[dict]) -> list[Interval]:
+    """Returns the intervals of a trace's events, in order."""
+    return sorted((event["start"], event["end"]) for event in events)
+
+
+def by_name(events: Iterable[dict]) -> dict[str, list[Interval]]:
+    """Returns name → intervals of a trace's events, in order."""
+    found: dict[str, list[dict]] = {}
+    for event in events:
+        found.setdefault(event["name"], []).append(event)
+    return {name: intervals_of(own) for name, own in found.items()}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import cpu_rules, gpu_rules
-from .intervals import Interval
+from .intervals import Interval, by_name
 from .phases import BOOT, CONFIGURATION, EPOCH_PREFIX, LAYER_PREFIXES, PHASES
 
 
@@ -21,7 +21,6 @@ class Trace:
     communication  sorted; one interval per collective or kernel, which may overlap too
     phases         name of the phase → its intervals, in order; only phases that occur
     phase_basis    where the phases were placed: on the device, or on the CPU thread
-    epochs         name of the epoch's range → its intervals, always on the CPU thread
     span           first forward pass to the end of the last optimizer step
     layers         name of a layer's range → time of the work launched in it, all steps together
     collectives    name of a collective → its intervals, in order
@@ -41,7 +40,6 @@ class Trace:
     communication: list[Interval]
     phases: dict[str, list[Interval]]
     phase_basis: str
-    epochs: dict[str, list[Interval]]
     span: Interval
     layers: dict[str, float]
     collectives: dict[str, list[Interval]] = field(default_factory=dict)
@@ -83,7 +81,6 @@ def load_trace(path: str | Path) -> Trace:
         communication=rules.communication,
         phases=phases,
         phase_basis=phase_basis,
-        epochs=epochs,
         span=span,
         layers=rules.time_in(_ranges(events, lambda name: name.startswith(LAYER_PREFIXES))),
         collectives=rules.collectives(),
@@ -125,11 +122,8 @@ def _with_interval(event: dict) -> dict:
 
 def _ranges(events: list[dict], wanted) -> dict[str, list[Interval]]:
     """Returns the record_function ranges on the CPU with these names: name → intervals in order."""
-    found: dict[str, list[Interval]] = {}
-    for event in sorted(events, key=lambda e: e["start"]):
-        if event.get("cat") == "user_annotation" and wanted(event["name"]):
-            found.setdefault(event["name"], []).append((event["start"], event["end"]))
-    return found
+    ranges = [e for e in events if e.get("cat") == "user_annotation" and wanted(e["name"])]
+    return by_name(sorted(ranges, key=lambda event: event["start"]))
 
 
 def _span(phases: dict, epochs: dict, events: list[Interval]) -> Interval:

@@ -55,7 +55,7 @@ def test_the_rate_that_is_best_on_other_pictures_is_taken():
 
 
 def test_pictures_have_one_use_each():
-    split = split_of(correlated_noise.Options(pictures=256, filters=2))
+    split = split_of(256, filters=2)
     features, digits = split.training.tensors
     assert features.shape == (256, 64)
     assert len(digits) == 256

@@ -214,7 +214,7 @@ def starter(fail: dict[str, Outcome], started: list[str]):
         result = single_result(
             cell, settings, CPU, 2, status="ok", step_ms=[ms, 1.02 * ms],
             forward_backward_ms=[0.9 * ms] * 2, peak_bytes=(2 + ms / 1000) * 2**30,
-            vocab_size=512, environment={"torch": "2", "date": "2026-11-21", "gpus": []},
+            sizes={"vocab_size": 512}, environment={"torch": "2", "date": "2026-11-21", "gpus": []},
         )  # fmt: skip
         write_result(options.output, result)
         return Outcome(0)
@@ -272,7 +272,7 @@ def results_like(ratios: dict[str, float | str], lengths=(1024, 2048), rounds=2)
                 ) if lost else single_result(
                     GridCell(mode, length, number), SETTINGS, GPUS, 8, status="ok",
                     step_ms=[ms, ms * 1.01, ms * 0.99], forward_backward_ms=[0.9 * ms] * 3,
-                    peak_bytes=2**30 * (10 + ms / 100), vocab_size=512, environment={
+                    peak_bytes=2**30 * (10 + ms / 100), sizes={"vocab_size": 512}, environment={
                         "torch": "2.13", "date": "2026-11-21", "gpus": [{"name": "NVIDIA H200"}],
                     },
                 )

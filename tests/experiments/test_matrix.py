@@ -75,7 +75,7 @@ def outcome_of(*layers: nn.Module) -> Outcome:
         inputs = {"x": torch.randn(SAMPLES, 4)}
         return Subject(Wrapped(*layers), inputs, torch.randint(3, (SAMPLES,)), lambda y: y)
 
-    return try_row(Row("ours", "Layers", "row", build))
+    return try_row(Row("Layers", "row", build))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_targets_are_classes_of_the_outputs():
 
 
 def test_a_page_is_read_as_it_was_written(tmp_path):
-    rows = [Row("ours", s, n, lambda: None) for s, n in (("A", "a"), ("A", "b, c=1"), ("B", "d"))]
+    rows = [Row(s, n, lambda: None) for s, n in (("A", "a"), ("A", "b, c=1"), ("B", "d"))]
     outcomes = [
         Outcome(rows[0], "works"), Outcome(rows[1], "refused", "ValueError: x_*y* | `z`"),
         Outcome(rows[2], "changed", "`f(m)`: GroupNorm"),

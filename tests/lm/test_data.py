@@ -107,18 +107,14 @@ def test_stdlib_takes_sources_only_in_sorted_order(tmp_path, monkeypatch):
         "b.py": "b", "a.py": "a", "c/d.py": "d", "e.txt": "no",
         "test/t.py": "no", "c/tests/t.py": "no", "site-packages/s.py": "no",
     }  # fmt: skip
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert "no Python sources" in message_of(open_data, "stdlib", 256)
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert open_data("stdlib", 256).tokens.tobytes() == b"abd"
     (tmp_path / "text").write_bytes("né\n".encode())
     assert open_data(str(tmp_path / "text"), 256).tokens.tolist() == [110, 0xC3, 0xA9, 10]
-
-
-def test_a_stripped_stdlib_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert "no Python sources" in message_of(open_data, "stdlib", 256)
 
 
 def test_folder_is_its_text_files_in_sorted_order(tmp_path, monkeypatch):

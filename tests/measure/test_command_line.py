@@ -32,12 +32,18 @@ def made() -> Parser:
     return parser
 
 
-def test_an_error_is_one_line_and_status_2(capsys, speaks):
+def test_an_error_a_refusal_and_an_interruption_are_one_line_of_the_first_process(capsys, speaks):
+    @ending_quietly
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
     with pytest.raises(SystemExit) as stopped:
         made().parse_args(["--steps", "x"])
-    error = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert error == ("program: argument --steps: invalid int value: 'x'\n" if speaks else "")
+    assert refuse("program", ValueError("two\n  lines")) == 2
+    assert interrupted() == 130
+    lines = "program: argument --steps: invalid int value: 'x'\nprogram: two lines\ninterrupted\n"
+    assert capsys.readouterr().err == (lines if speaks else "")
 
 
 @pytest.mark.parametrize(
@@ -47,11 +53,6 @@ def test_an_unknown_option_shows_the_nearest(capsys, word, said):
     with pytest.raises(SystemExit):
         made().parse_args([word])
     assert capsys.readouterr().err == f"program: unrecognized arguments: {word}{said}\n"
-
-
-def test_a_refusal_is_one_line(capsys, speaks):
-    assert refuse("program", ValueError("two\n  lines")) == 2
-    assert capsys.readouterr().err == ("program: two lines\n" if speaks else "")
 
 
 def test_folders_are_made_when_asked_and_not_below_a_file(tmp_path):
@@ -69,15 +70,6 @@ def test_folders_are_made_when_asked_and_not_below_a_file(tmp_path):
         check_file("--output", Path("x" * 300))
     with pytest.raises(ValueError, match=r"--output .*: is a folder, name a file"):
         check_file("--output", tmp_path)
-
-
-def test_an_interruption_is_one_line_and_status_130(capsys, speaks):
-    @ending_quietly
-    def main() -> int:
-        raise KeyboardInterrupt
-
-    assert main() == 130
-    assert capsys.readouterr().err == ("interrupted\n" if speaks else "")
 
 
 @pytest.mark.parametrize(

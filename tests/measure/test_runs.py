@@ -14,7 +14,7 @@ from ddp_by_hand.measure.runs import (
     read_cells,
     varying,
 )
-from tests.support.rows import llama_row, record_benchmark, steps, write_llama
+from tests.support.rows import llama_row, record_benchmark, steps
 
 
 def by_label(cells):
@@ -35,15 +35,6 @@ def test_rounds_of_the_benchmark_become_cells(tmp_path):
     assert cells["ddp, ghost"].settings["clipping.noise_multiplier"] == 1.0
 
 
-def test_results_of_the_grid_become_cells(tmp_path):
-    folder = write_llama(tmp_path, {("no_dp", 32): 5.0, ("no_dp", 64): "timeout"})
-    cells = by_label(read_cells(folder))
-    assert list(cells) == ["no_dp, 32 tokens", "no_dp, 64 tokens"]
-    assert cells["no_dp, 32 tokens"].metrics == ["step_ms", "forward_backward_ms"]
-    assert cells["no_dp, 32 tokens"].tokens_per_step == 2 * 32
-    assert cells["no_dp, 64 tokens"].status == "timeout"
-
-
 def test_rows_and_files_of_the_grid_say_the_same(tmp_path):
     """A row holds one round of a cell; one that failed does not know the network's sizes."""
     whole = llama_row("no_dp", 32, 5.0)
@@ -56,6 +47,7 @@ def test_rows_and_files_of_the_grid_say_the_same(tmp_path):
     (with_failure,) = read_cells(tmp_path / "results.jsonl")
     (tmp_path / "no_dp_seq32_result.json").write_text(json.dumps(whole))
     (from_files,) = read_cells(tmp_path)  # files count
+    assert (from_files.tokens_per_step, from_files.status) == (2 * 32, "ok")
     assert from_rows.times() == from_files.times() == with_failure.times()
     assert with_failure.status == "ok"
     assert [one.number for one in with_failure.failures] == [5]
@@ -125,7 +117,8 @@ def test_ranks_that_share_a_batch_have_no_ratio(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no results there"),
+        (None, "no such folder or file"),
+        ("", "no results there"),
         ("not json\n", "line 1: not a JSON line"),
         ('{"schema_version": 0}\n', "schema version 0"),
         ('{"schema_version": 1, "status": "ok"}\n', "a row has no key"),
@@ -140,12 +133,14 @@ def test_ranks_that_share_a_batch_have_no_ratio(tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_no_results_is_refused_by_name(tmp_path, content, said):
+    folder = tmp_path / "results"
     if content is not None:
-        (tmp_path / "results.jsonl").write_text(content)
+        folder.mkdir()
+        (folder / "results.jsonl").write_text(content)
     with pytest.raises(ValueError) as refused:
-        read_cells(tmp_path)
+        read_cells(folder)
     assert said in str(refused.value)
-    assert str(tmp_path) in str(refused.value)
+    assert str(folder) in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +171,3 @@ def test_a_field_of_another_kind_is_named_with_its_line(tmp_path, changed, said)
     with pytest.raises(ValueError, match=re.escape(f"{path}, line {len(lines) + 1}: ")) as refused:
         read_cells(tmp_path)
     assert said in str(refused.value)
-
-
-def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="no such folder or file"):
-        read_cells(tmp_path / "gone")

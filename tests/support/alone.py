@@ -10,4 +10,4 @@ class Watching:
 
 
 def worker_of(context: Context) -> Worker:
-    return Worker(context.rank, context.world_size, 0, context.device, None)
+    return Worker(context.rank, context.world_size, context.device, None)

@@ -18,21 +18,17 @@ def random_intervals(source):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_algebra_equals_sets_of_cells(seed):
+def test_algebra_equals_sets_of_cells_sorted_and_with_gaps(seed):
     source = random.Random(seed)
     a, b = random_intervals(source), random_intervals(source)
-    assert cells(union(a)) == cells(a)
     assert cells(union(a + b)) == cells(a) | cells(b)
-    assert cells(intersection(a, b)) == cells(a) & cells(b)
-    assert cells(difference(a, b)) == cells(a) - cells(b)
     assert total(a) == len(cells(a))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_results_are_sorted_and_have_gaps(seed):
-    source = random.Random(seed)
-    a, b = random_intervals(source), random_intervals(source)
-    for result in (union(a), intersection(a, b), difference(a, b)):
+    for result, expected in [
+        (union(a), cells(a)),
+        (intersection(a, b), cells(a) & cells(b)),
+        (difference(a, b), cells(a) - cells(b)),
+    ]:
+        assert cells(result) == expected
         assert all(start < end for start, end in result)
         assert all(p[1] < n[0] for p, n in pairwise(result))
 

@@ -50,7 +50,7 @@ def made_up_trace(rank=0, lengths=(100.0, 300.0, 200.0), exposed=10.0):
         phases["optimizer_step"].append((end - 5, end))
         start = end
     return Trace(
-        rank, "GPU kernels", computation, communication, phases, "x", {}, (0.0, sum(lengths)), {}
+        rank, "GPU kernels", computation, communication, phases, "x", (0.0, sum(lengths)), {}
     )
 
 

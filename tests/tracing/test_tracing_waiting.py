@@ -17,7 +17,7 @@ def trace(rank, computation, calls, clock=CLOCK, group_sizes=frozenset({2})):
     return Trace(
         rank=rank, basis="made up", computation=computation, communication=sorted(calls),
         phases={"forward_pass": [(0.0, 1.0)], "optimizer_step": [(99e3, 100e3)]},
-        phase_basis="made up", epochs={}, span=(0.0, 100e3), layers={},
+        phase_basis="made up", span=(0.0, 100e3), layers={},
         collectives={"all_reduce": sorted(calls)}, clock=clock, group_sizes=group_sizes,
     )  # fmt: skip
 

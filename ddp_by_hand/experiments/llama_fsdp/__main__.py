@@ -17,7 +17,7 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
 )
 from ddp_by_hand.experiments.llama_fsdp.run import Run, Start, check_model, from_first
 from ddp_by_hand.lm.runtime import find_hardware, launched, launched_rank
-from ddp_by_hand.measure import OK, summarize, write_atomically
+from ddp_by_hand.measure import OK, describe_failure, summarize, write_atomically
 from ddp_by_hand.measure.command_line import bad_input, check_file
 from ddp_by_hand.measure.options import program
 from ddp_by_hand.measure.report import say_report
@@ -101,7 +101,7 @@ def _all_rounds(rows: list[dict], cell: GridCell, run: Run) -> dict:
 
 def describe(cell: GridCell, result: dict) -> str:
     if result["status"] != OK:
-        return f"{cell.label}: {result['status']}: {result['reason']}"
+        return f"{cell.label}: {describe_failure(result)}"
     step = summarize(result["rounds"][-1]["step_ms"])
     peak = result["peak_memory_gb"]
     memory = "" if peak is None else f", {peak:.2f} GiB"

@@ -38,8 +38,11 @@ class LlamaTraining(ClassifierTraining):
             settings.train_embedding,
         )  # fmt: skip
         super().__init__(network, worker.device, settings.learning_rate)
-        self.parameters = sum(p.numel() for p in network.parameters())
-        self.trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        self.sizes = {
+            "vocab_size": self.config.vocab_size,
+            "parameters": sum(p.numel() for p in network.parameters()),
+            "trained_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        }
         if cell.clipping_mode == "no_dp":
             return
         from dp_clipping import PrivacyEngine  # here: it takes seconds that no_dp can spare
@@ -60,13 +63,6 @@ class LlamaTraining(ClassifierTraining):
     def profile(self) -> Any:
         """Profile of the private model's steps; None if profiling is off."""
         return getattr(self.model, "profile", None)
-
-    def sizes(self) -> dict[str, int]:
-        """Sizes for the results."""
-        return {
-            "vocab_size": self.config.vocab_size, "parameters": self.parameters,
-            "trained_parameters": self.trained,
-        }  # fmt: skip
 
     def forget_warm_up(self) -> None:
         if self.profile is not None:
@@ -128,7 +124,7 @@ def _measure(
         cell, settings, hardware, worker.world_size, status=OK, step_ms=costs.step_ms,
         forward_backward_ms=costs.backward_ms, peak_bytes=costs.peak_bytes,
         environment=environment(), profile=training.profile and training.profile.data(),
-        **training.sizes(),
+        sizes=training.sizes,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def say_reference_modes(modes: Iterable[str], device_type: str) -> str:
 
 def describe_plan(run: Run) -> str:
     """Describes what would run, for `--dry-run`."""
-    options, hardware, world_size = run.options, run.hardware, run.world_size
+    options, hardware, world_size = run.options, run.hardware, run.hardware.world_size
     network = on_meta(config_of(options.model_name), options.train_embedding)
     count = sum(p.numel() for p in network.parameters())
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 
 from ddp_by_hand.lm.runtime import Hardware
 from ddp_by_hand.measure import OK, SCHEMA_VERSION, cell_key, summarize
 from ddp_by_hand.measure.report_tables import milliseconds, say_ran_as, wide_report
-from ddp_by_hand.measure.runs import SECTION, Cell, cells_of, read_cells
+from ddp_by_hand.measure.runs import SECTION, SIZES, Cell, cells_of, read_cells
 from ddp_by_hand.measure.words import counted
 
 BASELINE = "no_dp"
@@ -113,15 +114,14 @@ def single_result(
     step_ms: Sequence[float] = (),
     forward_backward_ms: Sequence[float] = (),
     peak_bytes: float | None = None,
-    vocab_size: int | None = None,
-    parameters: int | None = None,
-    trained_parameters: int | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
     environment: dict | None = None,
     profile: dict | None = None,
 ) -> dict:
     """Returns the result of one round.
 
-    Times are in milliseconds, `_mb` in MiB, `_gb` in GiB; `ran_as`: see there.
+    Times are in milliseconds, `_mb` in MiB, `_gb` in GiB; `ran_as`: see there. `sizes` are those of
+    the network, as `measure.runs.SIZES` names them.
     """
     config = recorded(settings)
     del config["batch_size"]
@@ -138,10 +138,7 @@ def single_result(
             "total_batch_size": settings.batch_size * world_size,
             "num_gpus": world_size if on_gpu else 0, "num_processes": world_size,
             "backend": hardware.backend, "device_type": hardware.device_type,
-            "config": {
-                **config, "vocab_size": vocab_size, "parameters": parameters,
-                "trained_parameters": trained_parameters,
-            },
+            "config": {**config, **dict.fromkeys(SIZES), **sizes},
             "schema_version": SCHEMA_VERSION, "environment": environment, "profile": profile,
             "rounds": [one],
         }

@@ -25,7 +25,8 @@ from ddp_by_hand.experiments.llama_fsdp.results import (
     differs,
     single_result,
 )
-from ddp_by_hand.lm.launch import INTERRUPTED, Outcome, run_my_rank, run_ranks
+from ddp_by_hand.lm.interrupt import INTERRUPTED
+from ddp_by_hand.lm.launch import Outcome, run_my_rank, run_ranks
 from ddp_by_hand.lm.programs import is_first_of_host
 from ddp_by_hand.lm.runtime import (
     Hardware,
@@ -61,19 +62,14 @@ class Run:
     folder: Path
     hardware: Hardware
 
-    @property
-    def world_size(self) -> int:
-        return launched_world_size() if launched() else self.hardware.num_processes
-
     @cached_property
     def keys(self) -> dict[GridCell, str]:
         """Returns what each cell is recognised by on these devices."""
         return {cell: self.key_of(cell) for cell in self.cells}
 
     def key_of(self, cell: GridCell) -> str:
-        on_cpu = self.hardware.device_type == "cpu"
-        device = "cpu" if on_cpu else torch.cuda.get_device_name(0)
-        return cell.key(self.settings, self.world_size, device, torch.__version__)
+        place = self.hardware.world_size, self.hardware.device_name
+        return cell.key(self.settings, *place, torch.__version__)
 
     @property
     def todo(self) -> list[GridCell]:
@@ -104,7 +100,7 @@ class Run:
 
     def differs(self, row: dict) -> str:
         """Says in which settings a row is of another experiment; empty if in none."""
-        return differs(self.settings, self.world_size, row)
+        return differs(self.settings, self.hardware.world_size, row)
 
     def measure(self, cell: GridCell, start: Start, output: Path) -> dict:
         """Runs a cell in processes of its own; returns what is in `output`, or the failure."""
@@ -112,13 +108,11 @@ class Run:
         output.unlink(missing_ok=True)
         words = as_arguments(self.options.for_cell(cell, output))
         outcome = start([sys.executable, "-m", self.program, *words])
-        if outcome.status == INTERRUPTED:
-            raise KeyboardInterrupt
         if not output.exists():  # the rank that writes it was killed
             cause = outcome.cause
             reason = f"{cause.blame}{cause.message}" if cause else f"exit status {outcome.status}"
             result = single_result(
-                cell, self.settings, self.hardware, self.world_size,
+                cell, self.settings, self.hardware, self.hardware.world_size,
                 status=cause.status if cause else "error", reason=reason,
             )  # fmt: skip
             write_result(output, result)

@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def rows() -> Iterator[Row]:
     for name in OPTIONS:
-        yield Row("peft", "Adapters of a causal language model", name, partial(adapted, name))
+        yield Row("Adapters of a causal language model", name, partial(adapted, name))
 
 
 def adapted(name: str) -> Subject:

@@ -16,7 +16,7 @@ SIDE = 64
 
 def rows_of_torchvision() -> Iterator[Row]:
     for name, build in _torchvision().items():
-        yield Row("torchvision", "Image classifiers", name, partial(_subject, build))
+        yield Row("Image classifiers", name, partial(_subject, build))
 
 
 def rows_of_timm() -> Iterator[Row]:
@@ -24,7 +24,7 @@ def rows_of_timm() -> Iterator[Row]:
 
     for name, options in TIMM.items():
         build = partial(timm.create_model, name, num_classes=3, **options)
-        yield Row("timm", "Image classifiers", name, partial(_subject, build))
+        yield Row("Image classifiers", name, partial(_subject, build))
 
 
 def _subject(build: Callable[[], nn.Module]) -> Subject:

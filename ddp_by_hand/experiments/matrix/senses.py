@@ -48,12 +48,10 @@ def rows() -> Iterator[Row]:
          sound_inputs),
     ):  # fmt: skip
         for kind in kinds:
-            yield Row(
-                "transformers", section, kind, partial(_build, kind, mapping[kind], inputs_of)
-            )
+            yield Row(section, kind, partial(_build, kind, mapping[kind], inputs_of))
     for kind, (name, inputs_of, outputs_of) in TOGETHER.items():
         build = partial(_build, kind, name, inputs_of, outputs_of)
-        yield Row("transformers", "Several senses", kind, build)
+        yield Row("Several senses", kind, build)
 
 
 def _build(

@@ -48,7 +48,7 @@ def rows() -> Iterator[Row]:
         ("Encoder-decoder models", SEQUENCES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     ):
         for kind in kinds:
-            yield Row("transformers", section, kind, partial(language_model, kind, mapping))
+            yield Row(section, kind, partial(language_model, kind, mapping))
 
 
 def language_model(kind: str, mapping: dict[str, Any]) -> Subject:

@@ -43,9 +43,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """An architecture: its library, a section of the page, its name and how it is built."""
+    """An architecture: its section of the page, its name and how it is built."""
 
-    family: str
     section: str
     name: str
     build: Callable[[], Subject]

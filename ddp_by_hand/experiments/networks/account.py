@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from ddp_by_hand.experiments.networks import floors as of
 from ddp_by_hand.experiments.networks.bounds import kernels_of
 from ddp_by_hand.experiments.networks.rows import ROWS, NetworkRow
 from ddp_by_hand.experiments.networks.training import NetworkTraining, training_of
-from ddp_by_hand.experiments.rounds import BASELINE, Recorder, failure_of
+from ddp_by_hand.experiments.rounds import BASELINE, Recorder, attempted
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, Column, describe_failure, format_table
 from ddp_by_hand.measure.command_line import BadInput, check_file
@@ -100,8 +101,6 @@ class Options:
             check_file("--output", self.output)
 
 
-
-
 def measure(
     row: NetworkRow, options: Options, device: torch.device, ceilings: of.Ceilings
 ) -> dict[str, Any]:
@@ -143,15 +142,9 @@ def run_all(options: Options, device: torch.device) -> list[dict]:
     for name in options.networks:
         batch = "small" if options.small else ROWS[name].batch
         found: dict[str, Any] = {"row": name, "config": {"batch": batch}}
-        try:
-            found |= {"status": OK, **measure(ROWS[name], options, device, ceilings)}
-        except Exception as error:
-            found |= failure_of(error)
-        release_memory(device)
+        found |= attempted(partial(measure, ROWS[name], options, device, ceilings), device)
         recorder.add(found, report(found))
     return recorder.cells
-
-
 
 
 def part_of(kernel: str) -> str | None:
@@ -197,8 +190,6 @@ def unclaimed(ordinary: Kernels, private: Kernels) -> dict[str, float]:
     names = [name for name in {**ordinary, **private} if part_of(name) is None]
     more = {n: private.get(n, (0.0,))[0] - ordinary.get(n, (0.0,))[0] for n in names}
     return {n: more[n] for n in sorted(names, key=lambda n: -abs(more[n]))}
-
-
 
 
 def report(cell: Mapping[str, Any]) -> str:

@@ -35,7 +35,14 @@ from ddp_by_hand.experiments.profile_bottlenecks.verdict import (
     overhead,
 )
 from ddp_by_hand.lm.runtime import Hardware, find_hardware, launched, launched_rank
-from ddp_by_hand.measure import OK, OOM, Column, format_table, write_atomically
+from ddp_by_hand.measure import (
+    OK,
+    OOM,
+    Column,
+    describe_failure,
+    format_table,
+    write_atomically,
+)
 from ddp_by_hand.measure.command_line import bad_input
 from ddp_by_hand.measure.options import program, shared_values
 from ddp_by_hand.measure.report import say_report
@@ -162,7 +169,7 @@ def verdict(rows: Sequence[dict], limit_mb: float | None) -> str:
 def describe(row: dict) -> str:
     """Returns one line of progress."""
     if row["status"] != OK:
-        return f"{row['seq_length']} tokens: {row['status']}: {row['reason']}"
+        return f"{row['seq_length']} tokens: {describe_failure(row)}"
     name = in_words(bounds([row])[0].name)
     return f"{row['seq_length']} tokens: {row['median_time_ms']:.1f} ms per step, bound by {name}"
 

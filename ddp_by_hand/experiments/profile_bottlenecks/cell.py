@@ -52,7 +52,7 @@ def measure(
     result = single_result(
         cell, settings, hardware, worker.world_size, status=OK, step_ms=totals,
         forward_backward_ms=backward, peak_bytes=peak or None, environment=environment(),
-        profile=data, **training.sizes(),
+        profile=data, sizes=training.sizes,
     )  # fmt: skip
     return result | {
         "phases_ms": phases,

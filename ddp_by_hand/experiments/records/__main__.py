@@ -37,10 +37,16 @@ from ddp_by_hand.experiments.records.train import (
     run,
     sequences,
 )
-from ddp_by_hand.experiments.rounds import failure_of
+from ddp_by_hand.experiments.rounds import attempted
 from ddp_by_hand.lm.runtime import find_hardware
-from ddp_by_hand.lm.timing import release_memory
-from ddp_by_hand.measure import OK, UNAVAILABLE, Results, cell_key, environment
+from ddp_by_hand.measure import (
+    OK,
+    UNAVAILABLE,
+    Results,
+    cell_key,
+    describe_failure,
+    environment,
+)
 from ddp_by_hand.measure.command_line import BadInput, bad_input, check_file, check_folder
 from ddp_by_hand.measure.extras import require
 from ddp_by_hand.measure.options import option, positive, program
@@ -169,18 +175,16 @@ def measure(kind: str, row: Row, engine: str, seed: int, splits: Splits, results
         return
     found: dict[str, Any] = {"key": key, **names, "settings": settings}
     found["config"] = {"device": splits.device.type, "torch": torch.__version__}
-    try:
+
+    def trained() -> dict[str, Any]:
         if isinstance(row, Planned):
-            found |= {"status": OK, **row.run(engine, seed, splits.device)}
-        else:
-            found |= {"status": OK, **run(row, engine, seed, splits.of(row))}
+            return row.run(engine, seed, splits.device)
+        return run(row, engine, seed, splits.of(row))
+
+    found |= attempted(trained, splits.device, FileNotFoundError)
+    said = describe_failure(found)
+    if found["status"] == OK:
         said = f"{found['score']:.4g} {row.unit} in {found['seconds']:.1f} s"
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        found |= failure_of(error)
-        said = f"{found['status']}: {found['reason']}"
-    release_memory(splits.device)
     results.record(found | {"environment": environment()})
     tried = " ".join(f"{name} {settings[name]}" for name in row.grid) if kind == "tuning" else ""
     print(f"{row.name} {engine} {tried or f'seed {seed}'}: {said}", flush=True)

@@ -21,7 +21,7 @@ from ddp_by_hand.experiments.verify_correctness.cases import (
 from ddp_by_hand.experiments.verify_correctness.findings import MOST, TOLERANCES, Finding
 from ddp_by_hand.experiments.verify_correctness.phases import phase_table
 from ddp_by_hand.experiments.verify_correctness.step import verify
-from ddp_by_hand.lm.launch import INTERRUPTED, run_ranks
+from ddp_by_hand.lm.launch import run_ranks
 from ddp_by_hand.lm.layout import DATA, Layout, mesh_of
 from ddp_by_hand.lm.ranks import watched_rank
 from ddp_by_hand.lm.runtime import (
@@ -115,10 +115,7 @@ def run(options: Options, hardware: Hardware, command: Sequence[str]) -> int:
     if hardware.num_processes == 1 and not (options.use_fsdp or options.use_tp):
         return alone(options, hardware)
     print(hardware.sentence, flush=True)
-    outcome = run_ranks(command, hardware.num_processes)
-    if outcome.status == INTERRUPTED:
-        raise KeyboardInterrupt
-    return int(outcome.status != 0)
+    return int(run_ranks(command, hardware.num_processes).status != 0)
 
 
 def hardware_for(options: Options) -> Hardware:
