@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -119,12 +120,25 @@ def _compile(self: JITFunction, key: Any, signature: Any, device: Any, *_: Any) 
     return kernel
 
 
+def _compile_for_a_gpu(
+    self: JITFunction, key: Any, signature: Any, device: Any, constants: Any, options: Any,
+    attributes: Any, *_: Any,
+) -> NoKernel:  # fmt: skip
+    """Raises Triton's CompilationError for what Triton's interpreter does not look at: types."""
+    source = ASTSource(self, signature, constants, attributes)
+    compile(source, NoDevice().get_current_target(), vars(options))
+    return _compile(self, key, signature, device)
+
+
 @contextmanager
-def without_kernels() -> Iterator[None]:
-    """Inside, kernels are launched on tensors of the CPU, and not run."""
+def without_kernels(*, compiles: bool = False) -> Iterator[None]:
+    """Inside, kernels are launched on tensors of the CPU, and not run.
+
+    `compiles`: they are compiled for an H100.
+    """
     with (
         patch.object(driver, "_active", NoDevice()),
-        patch.object(JITFunction, "_do_compile", _compile),
+        patch.object(JITFunction, "_do_compile", _compile_for_a_gpu if compiles else _compile),
         patch.object(tiles, "HOST_DTYPES", tiles.DTYPES),
         patch.dict(tiles._known, clear=True),
         patch.object(noise, "serves", lambda total: True),

@@ -261,7 +261,7 @@ if triton is not None:
         if GROUPED:
             i_group, o_own = o_c // n_row, o_c % n_row
         p_packed += i_group.to(tl.int64)[None, :] * n_rows * n_row + o_own[None, :]
-        s_sample = tl.cdiv(n_columns, n_row).to(tl.int64) * n_rows * n_row
+        s_sample = tl.cast(tl.cdiv(n_columns, n_row), tl.int64) * n_rows * n_row
         i_tile = i_program // n_tiles_c
         i_first_gap = n_programs // n_tiles_c
         if PLACED and i_tile >= i_first_gap:
