@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp.internals.gradients import Gradients, Reduction
 from ddp.internals.hooks import AutogradHooks, retire_others, shared_with_another
-from ddp.internals.ranks import group_or_default
+from ddp.internals.ranks import group_or_default, leave_time_at_exit
 from ddp.internals.replicas import Replicas
 from ddp.internals.step import Launch, Step
 from ddp.internals.watch import Watch, count_writes
@@ -72,6 +72,7 @@ class Interface(nn.Module):
         self.module = module
         self.process_group = group_or_default(process_group)
         self.world_size = dist.get_world_size(self.process_group)
+        leave_time_at_exit()
         self.find_unused_parameters = find_unused_parameters
         self.reduction = self.make_reduction(reduce)
         self.replicas = Replicas(module, self.process_group)

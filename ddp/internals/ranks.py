@@ -1,5 +1,8 @@
 """The ranks of a wrapper, and what they tell each other."""
 
+import atexit
+import time
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +15,16 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if dist.get_rank(group) < 0:
         raise RuntimeError("process_group is without this rank: call wrap on its own ranks alone")
     return group
+
+
+@cache
+def leave_time_at_exit() -> None:
+    """Makes the interpreter wait a moment before it ends, once a process.
+
+    Threads of gloo take its lock to let go of tensors, also after a collective was waited for. One
+    that asks for it while the interpreter ends aborts the process ("terminate called").
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 def told_by_all(mine: Any, group: dist.ProcessGroup) -> list[Any]:

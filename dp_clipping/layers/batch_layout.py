@@ -126,11 +126,13 @@ class LayoutUnknown(Exception):
     arguments: tuple[tuple, dict] | None = None
 
     def on_ranks(self) -> ValueError:
-        """Returns the error for a sharded model."""
+        """Returns the error for a sharded model, with what a module has computed otherwise."""
+        why = f" ({self.__cause__})" if self.__cause__ else ""
         return ValueError(
-            f"{str(self) or 'the network'} is called in a way that was not seen in the first "
-            "batch, or returns other tensors, and other ranks cannot repeat the search now: call "
-            "model.reset_batch_layouts() on every rank before a forward that differs"
+            f"{str(self) or 'the network'} is called in a way that was not seen in the first batch"
+            f"{why}, or returns other tensors, and other ranks cannot repeat the search now: call "
+            "model.reset_batch_layouts() on every rank before a forward that differs, or let ranks "
+            'have whole parameters, by wrap("zero2", network)'
         )
 
     def lasting(self) -> ValueError:

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch import nn
 
 import ddp
 from ddp import IMPLEMENTATIONS, Unavailable, implementation, options_of, wrap
+from ddp.internals.ranks import leave_time_at_exit
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss, wrapped
 from tests.support.forked import run_forked
@@ -250,6 +252,19 @@ class Mine(DataParallel):
     def wait(self, bucket, handle):
         pass
 '''
+
+
+@on_ranks(1)
+def test_threads_of_collectives_have_time_at_exit(context: Context):
+    """A process registers one wait, with its first wrapper: gloo's threads end during it."""
+    leave_time_at_exit.cache_clear()
+    with patch("atexit.register") as register:
+        for _ in range(2):
+            wrapped(context, "fsdp", Chain())
+    (call,) = register.call_args_list
+    assert call.args[0] is time.sleep
+    assert call.args[1] > 0
+    leave_time_at_exit.cache_clear()  # nothing was registered
 
 
 def pytest_on(plug_in: Path, tests: list[str], *arguments: str) -> subprocess.CompletedProcess:

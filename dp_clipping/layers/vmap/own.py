@@ -81,7 +81,8 @@ class _Unseen(torch.autograd.Function):
             "through code that is not PyTorch's operators, or after its forward has returned, so "
             "its per-sample gradients would miss that: return what is computed of the parameter "
             "from forward, as return y, self.scale * y, and call model.reset_batch_layouts() "
-            "before a forward that computes otherwise than the first one"
+            "before a forward that computes otherwise than the first one; where ranks share its "
+            'parameters, use wrap("zero2", network) for a torch.autograd.Function'
         )
 
 

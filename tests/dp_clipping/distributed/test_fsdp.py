@@ -22,7 +22,7 @@ from dp_clipping.step.sums import sync_points, work
 from tests.dp_clipping.conftest import private, private_loss
 from tests.support import zoo
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import SPLITS, fsdp1, fsdp2
+from tests.support.ranks import SPLITS, fsdp1, fsdp2, replicated
 from tests.support.replicas import part
 from tests.support.sharded_steps import (
     LIMIT,
@@ -100,6 +100,33 @@ def refused_of_fsdp2(context: Context) -> None:
     model = private(fsdp2(context, Slope(), wrap="root"))
     with pytest.raises(RuntimeError, match=r"differentiates in its forward.*train replicas"):
         model(torch.randn(3, 4))
+    model = private(fsdp2(context, nn.Sequential(Rounded()), wrap="root"))
+    refused = r'first batch \(a torch.autograd.Function computes .*wrap\("zero2", network\)'
+    with pytest.raises(ValueError, match=refused):
+        model(torch.randn(3, 4))
+    instead = private(replicated("zero2")(context, nn.Sequential(Rounded())))
+    assert instead(torch.randn(3, 4)).shape == (3, 4)
+
+
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return (weight * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Rounded(nn.Module):
+    """A linear layer whose weight is rounded by a function of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ Round.apply(self.weight)
 
 
 class Slope(nn.Module):
