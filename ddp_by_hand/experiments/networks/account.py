@@ -55,14 +55,15 @@ KERNELS = {
     of.NORMS: r"^_(gram|gradients?|conv_gram|narrow|products)_kernel",
     of.SUMS: r"^_weighted_products?_kernel|nvjet_.*_NT[NT]$|gemm.*_nt_|splitKreduce"
     r"|wgrad|Wgrad|conv_depthwise\dd_grad_weight",
-    of.LAYOUTS: r"^_pack_kernel|nchwToNhwc|nhwcToNchw|AbsMaxOps",
+    of.LAYOUTS: r"^_(pack|largest)_kernel|nchwToNhwc|nhwcToNchw",
     of.KEPT: r"^_weighted_sum_kernel",
+    # That of norm layers forms the biases of linear layers too.
     of.NORM_LAYERS: r"^_(norm_layer|group|channel_sums|input_gradient)_kernel|GammaBetaBackward"
     r"|ComputeInternalGradients|ComputeBackwardFusedParams",
     of.EMBEDDINGS: r"^_(keys|token_sums|weighted_tokens|table)_kernel|compute_grad_weight"
     r"|sum_and_scatter|krn_partial|embedding_backward|EmbeddingBag.*[bB]ackward|radix_sort"
     r"|unique_by_key|searchsorted",
-    of.VECTORS: r"^_(vectors|squared_norms)_kernel|reduce_kernel.*sum_functor",
+    of.VECTORS: r"^_(vectors|squared_norms|tiles)_kernel|reduce_kernel.*sum_functor",
     of.COEFFICIENTS: r"^_(coefficients|sort)_kernel|NormTwoOps",
     of.NOISE: r"^_add_(noise|integers)",
     OPTIMIZER: r"multi_tensor_apply.*FusedOptimizer",
