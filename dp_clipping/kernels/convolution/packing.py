@@ -57,7 +57,7 @@ def largest_of(operands: Sequence[Tensor], samples: int) -> Sequence[Tensor]:
         words += x.data_ptr(), x.numel() // samples
     found = operands[0].new_empty(len(operands), samples, PARTS)
     launch(
-        _largest_kernel, (PARTS, samples, len(operands)),
+        _largest_kernel, (samples * PARTS, len(operands)),
         (kept_table_on(found.device, tuple(words)), found), (samples,), PARTS=PARTS,
         BLOCK=LARGEST_BLOCK, num_warps=8,
     )  # fmt: skip
@@ -222,7 +222,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["samples"])
     def _largest_kernel(p_rows, p_largest, samples, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-        i_part, i_b, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        i_b, i_part, i_row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
         n = tl.load(p_rows + 2 * i_row + 1)
         p_x = tl.load(p_rows + 2 * i_row).to(tl.pointer_type(tl.float32)) + i_b * n
         n_part = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
