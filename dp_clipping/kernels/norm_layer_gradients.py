@@ -95,8 +95,12 @@ def norm_layer_gradients(
             each = max(1, COPIED_BYTES // max(1, first.y.nbytes + x_bytes))
         for start in range(0, len(numbers), each):
             own = numbers[start : start + each]
-            several = [uses[n].readable() if is_copied else uses[n] for n in own]
-            total = _launch(several, is_copied or kind[-1])  # copies are aligned
+            several, is_aligned = [uses[n] for n in own], kind[-1]
+            if is_copied:
+                several = [use.readable() for use in several]
+                read = [x for use in several for x in use[:2] if x is not None]
+                is_aligned = not any(x.data_ptr() % ALIGNMENT for x in read)
+            total = _launch(several, is_aligned)
             for number, result in zip(own, total.unbind(0), strict=True):
                 found[number] = tuple(result.unbind(0))
                 if first.x is None:
@@ -107,7 +111,11 @@ def norm_layer_gradients(
 
 
 def _launch(uses: list[Normalized], aligned: bool) -> Tensor:
-    """Returns [uses, 1 or 2, B, d], the weight's before the bias's; `aligned` as in their kind."""
+    """Returns [uses, 1 or 2, B, d], the weight's before the bias's.
+
+    Args:
+        aligned: y and x of all start at multiples of 16 bytes.
+    """
     first = uses[0]
     y = first.y
     x, rstd = (y, y) if first.x is None or first.rstd is None else (first.x, first.rstd)

@@ -44,7 +44,9 @@ Tiled = tuple[int, list[TileSquares], int, Tensor | None]
 def take_norms(
     uses: Sequence[ConvolutionFactors], keep: bool, most: int = packing.PACKED_BYTES
 ) -> tuple[list[Rows], list[Tiled]]:
-    """Returns norms of all uses; with `keep`, G is stored where it is smaller than operands.
+    """Returns norms of some uses, and squares to add up of the others.
+
+    With `keep`, G is stored where it is smaller than operands.
 
     Few launches serve those that are packed at once.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ALIGNMENT, ceil_div
 
 CHUNK_ELEMENTS = 1 << 25  # of patches that are formed at a time
-numel = methodcaller("numel")
 FEW = 8  # input channels, below which those under the taps of a row are packed as channels
 
 
@@ -209,7 +208,13 @@ class ConvolutionFactors:
 def pack_whole(uses: Sequence[ConvolutionFactors]) -> None:
     """Packs all samples of the uses that are not packed yet, in place of their x and y."""
     uses = [use for use in uses if use.pair is None and use.gradients is None]
-    scaled = [use for use in uses if use.tf32 and use.batch_size and all(map(numel, use.values))]
+    scaled: list[ConvolutionFactors] = []
+    for use in uses:
+        (x, y), layout = use.values, use.layout
+        if layout.folds:
+            use.values = folded(x, use.geometry, layout), y
+        if use.tf32 and x.numel() and y.numel():
+            scaled.append(use)
     largest: dict[ConvolutionFactors, Sequence[Tensor]] = {}
     if scaled:
         found = largest_of([x for use in scaled for x in use.values], scaled[0].batch_size)
@@ -217,7 +222,6 @@ def pack_whole(uses: Sequence[ConvolutionFactors]) -> None:
     for use in uses:
         (x, y), layout = use.values, use.layout
         use.values = ()
-        x = folded(x, use.geometry, layout) if layout.folds else x
         packed = pack(x, y, layout.to_x, layout.to_y, use.tf32, largest.get(use, ()))
         del x, y
         use.values, use.scale, use.pair = packed[:2], packed[2], pair_of(packed, layout)

@@ -72,7 +72,7 @@ def pack(
 
     Args:
         x, y: [N, C, D, H, W] and [N, O, ..] in float32, bfloat16 or float16.
-        largest: `largest_of` both, if somebody knows them.
+        largest: `largest_of` both; none: a launch more looks for them where they are needed.
     """
     is_scaled = tf32 and x.dtype == torch.float32 and x.numel() > 0 and y.numel() > 0
     work = _work_of(x.shape, y.shape, x.stride(), y.stride(), is_scaled, to_x, to_y, x.device)

@@ -84,3 +84,20 @@ def test_norm_layers_of_two_dtypes(place: Place) -> None:
     found, _ = norm_layer_gradients.norm_layer_gradients([use])[0]
     expected, _ = plain_gradients(use)
     assert_squares(found.square().sum(1), expected.double().square().sum(1))
+
+
+@on_kernels()
+def test_rows_are_read_16_bytes_at_a_time_where_all_are_aligned(place: Place) -> None:
+    """Also where an operand is copied beside one that is not."""
+    whole, rstd = place.normal(2, 8, 49, seed=1), torch.ones(2, 8, device=place.device)
+    permuted = place.normal(2, 32, 8, seed=2).mT  # as before a normalisation of channels
+    right, aligned = norm_layer_gradients.launch, []
+    noted = lambda *its, **options: (aligned.append(options["ALIGNED"]), right(*its, **options))  # noqa: E731
+    with patch.object(norm_layer_gradients, "launch", noted):
+        for first in (0, 1):
+            y = whole[..., :48].contiguous()[..., first : first + 32]
+            for x in (y, permuted):
+                use = Normalized(y, x, rstd, None, True)
+                (found,) = norm_layer_gradients.norm_layer_gradients([use])
+                assert_within(found[0], plain_gradients(use)[0], 1e-2)
+    assert aligned == [16, 16, 1, 1]

@@ -41,6 +41,7 @@ def test_times_of_ranges_are_the_layers():
     measured = plan.measured({
         "norm/width/a+c": 6.0, "norm/gradient/d/e": 1.0, "sum/a": 0.5, "sum/a.bias": 9.0,
         "norm/dense/a.bias+b.bias": 9.0, "sum/c": 0.25, "sum/a.bias+c+b": 4.0,
+        "norm/tiles/a+convolution": 9.0,
     })  # fmt: skip
     # norms: 16 and 32 of 48 features; sums: 24 and 8 of 32 outputs
     assert measured == {"a": 2.5, "b": 1.0, "c": 4.0 + 0.25 + 3.0}

@@ -12,7 +12,13 @@ from dp_clipping.kernels.coefficients import SortedCoefficients
 from dp_clipping.kernels.convolution import factors as of_factors
 from dp_clipping.kernels.convolution import layout as of_layout
 from dp_clipping.kernels.convolution.factors import take_norms
-from dp_clipping.kernels.convolution.geometry import Geometry, Packed
+from dp_clipping.kernels.convolution.geometry import (
+    NONE,
+    ONE,
+    Geometry,
+    Packed,
+    gradients_plain,
+)
 from dp_clipping.kernels.convolution.layout import ConvolutionFactors, weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
 from dp_clipping.kernels.squared_norms import squares_of_tiles
@@ -162,3 +168,26 @@ def test_nothing(place: Place) -> None:
             assert not norms.any()
             if size:
                 assert not total_of(use, torch.ones(size, device=place.device)).any()
+
+
+@on_kernels(dtypes=(), tf32=True)
+def test_several_uses_have_scales_of_their_own(place: Place) -> None:
+    """Uses that are packed together; pixels that no tap meets have no part in a folded one's."""
+    geometry = Geometry((1, 3, 3), ONE, (0, 1, 1), ONE, 1)
+    few = Geometry((1, 2, 2), (1, 3, 3), NONE, ONE, 1)
+    uses, expected = [], []
+    for scale, channels, own in ((1e-12, 8, geometry), (1e6, 8, geometry), (1.0, 2, few)):
+        x = torch.randn(2, channels, 1, 8, 8) * scale
+        y = torch.randn(2, 8, 1, *((8, 8) if own is geometry else (3, 3)))
+        if own is few:
+            x[..., 2::3] = 1e30
+        g = gradients_plain(x.double(), y.double(), own, 2)
+        expected.append(g.square().flatten(1).sum(1))
+        shape = torch.Size((8, channels, *own.taps))
+        given = x.to(place.device), y.to(place.device)
+        uses.append(ConvolutionFactors(*given, shape, 2, own, rounds=True))
+    _, tiled = take_norms(uses, True)
+    numbers, *tiles = zip(*tiled, strict=True)
+    found = squares_of_tiles(*tiles, 2).double().cpu()
+    wanted = torch.stack([expected[n] for n in numbers])
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)

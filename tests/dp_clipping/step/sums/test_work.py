@@ -435,8 +435,8 @@ class Launches:
 
     NAMES = (
         "gradients_and_squares", "gram_squares", "norm_layer_gradients",
-        "squares_of_vectors", "clip_coefficients", "weighted_products", "weighted_sums",
-        "token_sums",
+        "squares_of_vectors", "squares_of_tiles", "clip_coefficients", "weighted_products",
+        "weighted_sums", "token_sums",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -494,7 +494,8 @@ def check_launches(kind: str, mode: str, clipping: str, expected: dict[str, int]
 
 
 ONE_OF_EACH = {"gradients_and_squares": 1, "norm_layer_gradients": 1, "squares_of_vectors": 1,
-               "clip_coefficients": 1, "weighted_products": 1, "weighted_sums": 1}  # fmt: skip
+               "squares_of_tiles": 1, "clip_coefficients": 1, "weighted_products": 1,
+               "weighted_sums": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize(
