@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_by_hand.lm.rank_pool import Context
 from tests.support.beside import Beside, Chain, chain_loss
+from tests.support.on_ranks import on_ranks
 
 PROGRAMS = {
     "two_synchronising_backwards": "backward backward finish zero",
@@ -23,11 +24,14 @@ PROGRAMS = {
     "eval_mode": "eval backward finish zero eval forward ( each ) finish zero train",
     "eval_mode_behind_a_local_backward": "( backward ) eval backward finish train backward finish "
     "zero",
-    # PyTorch's reducer is done, or not prepared, at the second backward of these.
+}
+# PyTorch's reducer is done, or not prepared, at the second backward of these.
+NOT_FOR_PYTORCH = {
     "no_sync_behind_a_synchronising_backward": "backward ( backward ) finish zero",
     "two_forwards_then_two_backwards": "forward forward each finish zero",
     "two_backwards_through_one_graph": "forward forward keep each finish zero",
 }
+PROGRAMS |= NOT_FOR_PYTORCH
 
 
 class Program(Beside):
@@ -123,6 +127,12 @@ def accumulated(context: Context, name: str, *programs: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_accumulation(ranks, implementation, program):
     ranks.run(2, accumulated, implementation, program)
+
+
+@on_ranks(2)
+def test_backwards_that_pytorchs_reducer_leaves_to_torch_ddp(context):
+    """Reduces them itself, once."""
+    accumulated(context, "torch_ddp", *NOT_FOR_PYTORCH)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
