@@ -8,8 +8,7 @@ Files:
     embedding             rows of equal tokens, and their norms
     small_table           per-sample gradients of an embedding with few rows
     norm_layer_gradients  per-sample gradients of RMSNorm, LayerNorm and biases
-    squared_norms         norms of per-sample gradients that another operator has formed, and sums
-                          of the squares that tiles of them have left
+    squared_norms         norms of per-sample gradients that another operator has formed
     coefficients          squared norms to clipping coefficients, and these in the order in which
                           `weighted_product` takes samples
     weighted_product      clipped sum of a linear layer from its factors

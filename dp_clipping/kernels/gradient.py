@@ -11,6 +11,9 @@ Traffic: y and a are read about once from memory (tiles meet in the second-level
 values are written. Operations: 2·B·T·d·p, those of the ordinary weight gradient.
 
 Without storing, the same loop accumulates the norm over tokens with nothing materialised.
+
+The squares of tiles (`TileSquares`) of a whole step are added up by one launch, in float64: a
+norm's last bit must not tell what shared a launch.
 """
 
 from __future__ import annotations
@@ -33,9 +36,16 @@ from dp_clipping.kernels.launch.grouped_launch import (
     operands_of,
     table,
 )
-from dp_clipping.kernels.launch.tiles import ALIGNMENT, Tile, ceil_div, launch, tl, triton
+from dp_clipping.kernels.launch.tiles import (
+    ALIGNMENT,
+    Tile,
+    ceil_div,
+    kept_table_on,
+    launch,
+    tl,
+    triton,
+)
 from dp_clipping.kernels.launch.tuning import best_for_pairs
-from dp_clipping.kernels.squared_norms import TileSquares, squares_of_tiles
 
 if triton is not None:
     from dp_clipping.kernels.launch.grouped_launch import _open
@@ -44,6 +54,8 @@ if triton is not None:
 GROUP = 8
 LARGE = 1e11  # operations: 0.15 ms on an H200; a launch takes its host 0.1 ms
 PROGRAMS = 528  # four for each processor of an H200
+SQUARES = 512  # of tiles that are loaded at a time
+TILE_WORDS = 7  # of a row: parts, most, tiles, groups, scale, samples, where results are
 # Bytes of an element -> tiles. The speeds are those of an H200 on a few hundred tokens.
 TILES = {
     2: (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 0.92), Tile(64, 128, 64, 4, 4, 0.75),
@@ -58,6 +70,12 @@ SHALLOW_TILES = {
 }  # fmt: skip
 # The same where G is not stored.
 NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][1:4])}
+
+
+TileSquares = tuple[Tensor, int, int]
+"""Sums of squares of tiles [parameters, rows, most] float32, from a launch that has formed G of
+several parameters, the number of one of them, and how many tiles it has. A row is a group of a
+sample, of which some samples have all."""
 
 
 def gradients_and_squares(
@@ -151,6 +169,38 @@ def _launch(
     return results, list(zip([squares] * len(pairs), range(len(pairs)), counts, strict=True))
 
 
+def squares_of_tiles(
+    tiles: Sequence[Sequence[TileSquares]], groups: Sequence[int],
+    scales: Sequence[Tensor | None], batch_size: int,
+) -> Tensor:  # fmt: skip
+    """Returns squared norms [L, B] float32 of L parameters, in one launch.
+
+    Args:
+        tiles: of each parameter, in the order of the samples.
+        groups: rows of a sample, of each.
+        scales: [B] float32, by which G is to be multiplied, of each; None: by nothing.
+    """
+    words: list[int] = []
+    end = 0
+    for several, of_sample, scale in zip(tiles, groups, scales, strict=True):
+        first, at = end, 0 if scale is None else scale.data_ptr()
+        for parts, number, count in several:
+            _, rows, most = parts.shape
+            own, samples = parts.data_ptr() + 4 * number * rows * most, rows // of_sample
+            words += own, most, count, of_sample, at, samples, end
+            end += samples
+            at += 4 * samples if at else 0
+        assert end == first + batch_size
+    found = tiles[0][0][0].new_empty(len(tiles), batch_size)
+    if batch_size:
+        launch(
+            _tiles_kernel, (batch_size, len(words) // TILE_WORDS),
+            (kept_table_on(found.device, tuple(words)), found), WORDS=TILE_WORDS, BLOCK=SQUARES,
+            num_warps=4,
+        )  # fmt: skip
+    return found
+
+
 @lru_cache(maxsize=1024)
 def _division(
     shapes: tuple[tuple[int, int, int], ...], batch_size: int, rows: int, columns: int,
@@ -169,6 +219,15 @@ def _division(
     splits = ceil_div(batch_size, share)
     aligned = all(p * itemsize % ALIGNMENT == 0 for _, _, p in shapes)
     return counts, [count * splits for count in counts], share, aligned
+
+
+def squares_of_tiles_plain(
+    tiles: Sequence[TileSquares], groups: int = 1, scale: Tensor | None = None
+) -> Tensor:
+    """Reference implementation of `squares_of_tiles` for one parameter, [B]."""
+    rows = [parts[number, :, :count].double().sum(1) for parts, number, count in tiles]
+    found = torch.cat(rows).unflatten(0, (-1, groups)).sum(1)
+    return (found if scale is None else found * scale.double().square()).float()
 
 
 def gradient_and_squares_plain(
@@ -259,3 +318,21 @@ if triton is not None:
                 y, a, g, p_square, i_b, i_d * BLOCK_D, i_p * BLOCK_P, T, D, P, s_yb, s_yt, s_ab,
                 s_at, s_gb, STORED, DESCRIBED, STORE, WRITTEN, EXACT, BLOCK_D, BLOCK_P, BLOCK_T,
             )  # fmt: skip
+
+    @triton.jit
+    def _tiles_kernel(p_rows, p_found, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+        i_b, p_row = tl.program_id(0), p_rows + tl.program_id(1) * WORDS
+        if i_b < tl.load(p_row + 5):
+            n_most, n_tiles = tl.load(p_row + 1), tl.load(p_row + 2)
+            n_own = n_most * tl.load(p_row + 3)
+            p_parts = tl.load(p_row).to(tl.pointer_type(tl.float32)) + i_b * n_own
+            square = tl.zeros((), tl.float64)
+            for o_first in range(0, n_own, BLOCK):
+                o_n = o_first + tl.arange(0, BLOCK)
+                m_n = (o_n < n_own) & (o_n % n_most < n_tiles)
+                square += tl.sum(tl.load(p_parts + o_n, mask=m_n, other=0).to(tl.float64))
+            i_scale = tl.load(p_row + 4)
+            if i_scale != 0:
+                scale = tl.load(i_scale.to(tl.pointer_type(tl.float32)) + i_b).to(tl.float64)
+                square *= scale * scale
+            tl.store(p_found + tl.load(p_row + 6) + i_b, square.to(tl.float32))

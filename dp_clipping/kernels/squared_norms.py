@@ -7,9 +7,6 @@ additions loses what is small. Traffic: G read once.
 
 Of a linear layer's use on one token, G_i = y_i a_iᵀ, the squared norm is the product of those of
 its factors, in float64: no factor is too small or too large for it.
-
-What forms G tile by tile leaves the squares of each tile (`TileSquares`). Those of a whole step are
-added up by one launch, in float64: a norm's last bit must not tell what shared a launch.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from dp_clipping.kernels.launch.tiles import kept_table_on, launch, tl, triton
 
 BLOCK = 4096
 SHORT = 1024  # of vectors
-TILES = 512  # of which squares are loaded at a time
-WORDS = 7  # of a row: parts, most, tiles, groups, scale, samples, where results are
 WARPS = 8
 
 
@@ -81,53 +76,6 @@ def squares_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return found
 
 
-TileSquares = tuple[Tensor, int, int]
-"""Sums of squares of tiles [parameters, rows, most] float32, from a launch that has formed G of
-several parameters, the number of one of them, and how many tiles it has. A row is a group of a
-sample, of which some samples have all."""
-
-
-def squares_of_tiles(
-    tiles: Sequence[Sequence[TileSquares]], groups: Sequence[int],
-    scales: Sequence[Tensor | None], batch_size: int,
-) -> Tensor:  # fmt: skip
-    """Returns squared norms [L, B] float32 of L parameters, in one launch.
-
-    Args:
-        tiles: of each parameter, in the order of the samples.
-        groups: rows of a sample, of each.
-        scales: [B] float32, by which G is to be multiplied, of each; None: by nothing.
-    """
-    words: list[int] = []
-    end = 0
-    for several, of_sample, scale in zip(tiles, groups, scales, strict=True):
-        first, at = end, 0 if scale is None else scale.data_ptr()
-        for parts, number, count in several:
-            _, rows, most = parts.shape
-            own, samples = parts.data_ptr() + 4 * number * rows * most, rows // of_sample
-            words += own, most, count, of_sample, at, samples, end
-            end += samples
-            at += 4 * samples if at else 0
-        assert end == first + batch_size
-    found = tiles[0][0][0].new_empty(len(tiles), batch_size)
-    if batch_size:
-        launch(
-            _tiles_kernel, (batch_size, len(words) // WORDS),
-            (kept_table_on(found.device, tuple(words)), found), WORDS=WORDS, BLOCK=TILES,
-            num_warps=4,
-        )  # fmt: skip
-    return found
-
-
-def squares_of_tiles_plain(
-    tiles: Sequence[TileSquares], groups: int = 1, scale: Tensor | None = None
-) -> Tensor:
-    """Reference implementation of `squares_of_tiles` for one parameter, [B]."""
-    rows = [parts[number, :, :count].double().sum(1) for parts, number, count in tiles]
-    found = torch.cat(rows).unflatten(0, (-1, groups)).sum(1)
-    return (found if scale is None else found * scale.double().square()).float()
-
-
 def squared_norms_plain(gradients: Tensor) -> Tensor:
     """Reference implementation of `squared_norms`, in float64, rounded once."""
     shape = gradients.shape
@@ -170,21 +118,3 @@ if triton is not None:
         is_large = tl.maximum(left, right).to(tl.float32) == infinity
         found = tl.where(is_large, infinity, (left * right).to(tl.float32))
         tl.store(p_found + tl.program_id(0), found)
-
-    @triton.jit
-    def _tiles_kernel(p_rows, p_found, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-        i_b, p_row = tl.program_id(0), p_rows + tl.program_id(1) * WORDS
-        if i_b < tl.load(p_row + 5):
-            n_most, n_tiles = tl.load(p_row + 1), tl.load(p_row + 2)
-            n_own = n_most * tl.load(p_row + 3)
-            p_parts = tl.load(p_row).to(tl.pointer_type(tl.float32)) + i_b * n_own
-            square = tl.zeros((), tl.float64)
-            for o_first in range(0, n_own, BLOCK):
-                o_n = o_first + tl.arange(0, BLOCK)
-                m_n = (o_n < n_own) & (o_n % n_most < n_tiles)
-                square += tl.sum(tl.load(p_parts + o_n, mask=m_n, other=0).to(tl.float64))
-            i_scale = tl.load(p_row + 4)
-            if i_scale != 0:
-                scale = tl.load(i_scale.to(tl.pointer_type(tl.float32)) + i_b).to(tl.float64)
-                square *= scale * scale
-            tl.store(p_found + tl.load(p_row + 6) + i_b, square.to(tl.float32))

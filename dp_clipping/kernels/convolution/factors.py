@@ -27,10 +27,9 @@ from dp_clipping.kernels.convolution.layout import (
     pair_of,
 )
 from dp_clipping.kernels.convolution.packing import pack
-from dp_clipping.kernels.gradient import gradients_and_squares
+from dp_clipping.kernels.gradient import TileSquares, gradients_and_squares
 from dp_clipping.kernels.launch.grouped_launch import Pair
 from dp_clipping.kernels.launch.tiles import ceil_div
-from dp_clipping.kernels.squared_norms import TileSquares
 
 LEAST_PROGRAMS = 132  # of a launch, if samples are divided: fewer leave processors idle
 

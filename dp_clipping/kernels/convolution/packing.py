@@ -33,6 +33,7 @@ EXPONENT = 14  # of the largest value in float16
 SMALLEST = -100  # exponent of a sample's largest value, below which it is scaled no further
 BLOCK = 64  # channels and pixels that a program packs
 PARTS, LARGEST_BLOCK = 8, 4096  # of a sample whose largest value is sought; values loaded at a time
+ALL_OTHERS = (1, 2, 3, 4, 5)  # dimensions than that of samples
 PACKED_BYTES = 1 << 26  # of operands that are packed at a time, if nothing else keeps them,
 MOST_PACKED_BYTES = 1 << 28  # and the same in memory that backward has freed
 UNSPECIALIZED = [
@@ -49,19 +50,21 @@ def largest_of(operands: Sequence[Tensor], samples: int) -> Sequence[Tensor]:
         operands: [N, C, D, H, W] float32 each, N a multiple of `samples`; one launch serves them.
     """
     words: list[int] = []
-    copies: list[Tensor] = []  # of those whose samples have gaps: they live as long as the launch
-    for x in operands:
-        if not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last_3d)):
-            x = x.contiguous()
-            copies.append(x)
-        words += x.data_ptr(), x.numel() // samples
     found = operands[0].new_empty(len(operands), samples, PARTS)
-    launch(
-        _largest_kernel, (samples * PARTS, len(operands)),
-        (kept_table_on(found.device, tuple(words)), found), (samples,), PARTS=PARTS,
-        BLOCK=LARGEST_BLOCK, num_warps=8,
-    )  # fmt: skip
-    return found.unbind(0)
+    rows = found.unbind(0)
+    for x, row in zip(operands, rows, strict=True):
+        if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last_3d):
+            words += x.data_ptr(), x.numel() // samples, row.data_ptr()
+        else:  # samples with gaps, or of another order
+            largest = torch.linalg.vector_norm(x.unflatten(0, (samples, -1)), torch.inf, ALL_OTHERS)
+            row.copy_(largest[:, None])
+    if words:
+        launch(
+            _largest_kernel, (samples * PARTS, len(words) // 3),
+            (kept_table_on(found.device, tuple(words)),), PARTS=PARTS, BLOCK=LARGEST_BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+    return rows
 
 
 def pack(
@@ -220,17 +223,19 @@ def _work_of(
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["samples"])
-    def _largest_kernel(p_rows, p_largest, samples, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-        i_b, i_part, i_row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
-        n = tl.load(p_rows + 2 * i_row + 1)
-        p_x = tl.load(p_rows + 2 * i_row).to(tl.pointer_type(tl.float32)) + i_b * n
+    @triton.jit
+    def _largest_kernel(p_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+        i_b, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+        p_row = p_rows + 3 * tl.program_id(1)
+        n = tl.load(p_row + 1)
+        p_x = tl.load(p_row).to(tl.pointer_type(tl.float32)) + i_b * n
+        p_largest = tl.load(p_row + 2).to(tl.pointer_type(tl.float32))
         n_part = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
         b_largest = tl.zeros((BLOCK,), tl.float32)
         for o_first in range(i_part * n_part, tl.minimum((i_part + 1) * n_part, n), BLOCK):
             o_x = o_first + tl.arange(0, BLOCK)
             b_largest = tl.maximum(b_largest, tl.abs(tl.load(p_x + o_x, mask=o_x < n, other=0)))
-        tl.store(p_largest + (i_row * samples + i_b) * PARTS + i_part, tl.max(b_largest))
+        tl.store(p_largest + tl.program_id(0), tl.max(b_largest))
 
     @triton.jit
     def _exponent_of(

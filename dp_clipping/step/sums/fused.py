@@ -30,15 +30,13 @@ from dp_clipping.kernels.convolution.factors import take_norms
 from dp_clipping.kernels.convolution.layout import ConvolutionFactors
 from dp_clipping.kernels.convolution.packing import packed_at_a_time
 from dp_clipping.kernels.embedding import Tokens, token_sums
-from dp_clipping.kernels.gradient import gradients_and_squares
+from dp_clipping.kernels.gradient import TileSquares, gradients_and_squares, squares_of_tiles
 from dp_clipping.kernels.gram import MOST_SHARED, gram_squares
 from dp_clipping.kernels.launch.tiles import available, on_device, tile_of
 from dp_clipping.kernels.norm_layer_gradients import Normalized, norm_layer_gradients
 from dp_clipping.kernels.squared_norms import (
-    TileSquares,
     squared_norms,
     squares_of_products,
-    squares_of_tiles,
     squares_of_vectors,
 )
 from dp_clipping.layers import convolution

@@ -21,7 +21,7 @@ from dp_clipping.kernels.convolution.geometry import (
 )
 from dp_clipping.kernels.convolution.layout import ConvolutionFactors, weight_of
 from dp_clipping.kernels.convolution.packing import pack, packed_at_a_time
-from dp_clipping.kernels.squared_norms import squares_of_tiles
+from dp_clipping.kernels.gradient import squares_of_tiles
 from dp_clipping.kernels.weighted_product import weighted_products
 from dp_clipping.kernels.weighted_sum import weighted_sums
 from tests.support.convolution_cases import DTYPES, TF32, WIDE, operands

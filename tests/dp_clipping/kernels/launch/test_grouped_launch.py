@@ -11,10 +11,10 @@ from dp_clipping.kernels.gradient import (
     gradient_and_squares,
     gradient_and_squares_plain,
     gradients_and_squares,
+    squares_of_tiles,
 )
 from dp_clipping.kernels.launch import grouped_launch
 from dp_clipping.kernels.launch.grouped_launch import Pair, launches, operands_of
-from dp_clipping.kernels.squared_norms import squares_of_tiles
 from dp_clipping.kernels.weighted_product import (
     weighted_product,
     weighted_product_plain,
