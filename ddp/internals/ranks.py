@@ -21,8 +21,8 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def leave_time_at_exit() -> None:
     """Makes the interpreter wait a moment before it ends, once a process.
 
-    Threads of gloo take its lock to let go of tensors, also after a collective was waited for. One
-    that asks for it while the interpreter ends aborts the process ("terminate called").
+    A thread of gloo takes its lock to let go of tensors, also after a collective was waited for,
+    and aborts the process if the interpreter is ending then. The wait makes this rare.
     """
     atexit.register(time.sleep, 0.05)
 

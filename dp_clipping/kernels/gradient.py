@@ -73,9 +73,9 @@ NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][
 
 
 TileSquares = tuple[Tensor, int, int]
-"""Sums of squares of tiles [parameters, rows, most] float32, from a launch that has formed G of
-several parameters, the number of one of them, and how many tiles it has. A row is a group of a
-sample, of which some samples have all."""
+"""The squares of one parameter's tiles: sums [parameters, rows, most] float32 of all parameters
+that shared a launch, the number of this one, and how many tiles it has. A row is a sample, or one of
+its groups of channels."""
 
 
 def gradients_and_squares(

@@ -256,7 +256,7 @@ class Mine(DataParallel):
 
 @on_ranks(1)
 def test_threads_of_collectives_have_time_at_exit(context: Context):
-    """A process registers one wait, with its first wrapper: gloo's threads end during it."""
+    """Registers one wait a process, with the first wrapper: gloo's threads end during it."""
     leave_time_at_exit.cache_clear()
     with patch("atexit.register") as register:
         for _ in range(2):

@@ -124,7 +124,7 @@ def _compile_for_a_gpu(
     self: JITFunction, key: Any, signature: Any, device: Any, constants: Any, options: Any,
     attributes: Any, *_: Any,
 ) -> NoKernel:  # fmt: skip
-    """Raises Triton's CompilationError for what Triton's interpreter does not look at: types."""
+    """Compiles a kernel: Triton looks at its types, which its interpreter does not."""
     source = ASTSource(self, signature, constants, attributes)
     compile(source, NoDevice().get_current_target(), vars(options))
     return _compile(self, key, signature, device)
@@ -132,7 +132,7 @@ def _compile_for_a_gpu(
 
 @contextmanager
 def without_kernels(*, compiles: bool = False) -> Iterator[None]:
-    """Inside, kernels are launched on tensors of the CPU, and not run.
+    """Enters a context in which kernels are launched on tensors of the CPU, and not run.
 
     `compiles`: they are compiled for an H100.
     """

@@ -327,7 +327,7 @@ PRIVATE_MUTANTS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What pytest did: its exit status, None if it took too long; the first test that failed."""
+    """Holds pytest's exit status, None if it took too long, and the first test that failed."""
 
     code: int | None
     failed: str

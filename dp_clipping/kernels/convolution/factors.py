@@ -45,9 +45,8 @@ def take_norms(
 ) -> tuple[list[Rows], list[Tiled]]:
     """Returns norms of some uses, and squares to add up of the others.
 
-    With `keep`, G is stored where it is smaller than operands.
-
-    Few launches serve those that are packed at once.
+    With `keep`, G is stored where it is smaller than operands. Few launches serve those that are
+    packed at once.
 
     Args:
         most: bytes that are packed at a time, if G is kept in their place.

@@ -1,4 +1,4 @@
-"""What runs of a check change is put back; what is refused is in `trials/test_state.py`."""
+"""Tests that what runs of a check change is put back; refusals are in `trials/test_state.py`."""
 
 from functools import partial
 

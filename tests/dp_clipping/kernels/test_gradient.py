@@ -41,7 +41,7 @@ def test_gradient(place: Place) -> None:
 
 @on_kernels()
 def test_squares_of_tiles(place: Place) -> None:
-    """Of whole batches and of pieces, with groups and scales; what no tile has written is not
+    """Adds up whole batches and pieces, with groups and scales; what no tile has written is not
     read, and squares that 32 bits do not hold together with their scale are no zeros."""
     torch.manual_seed(0)
     device, size = place.device, 5

@@ -88,7 +88,7 @@ def test_norm_layers_of_two_dtypes(place: Place) -> None:
 
 @on_kernels()
 def test_rows_are_read_16_bytes_at_a_time_where_all_are_aligned(place: Place) -> None:
-    """Also where an operand is copied beside one that is not."""
+    """Looks at addresses after copying, as one operand may be copied beside one that is not."""
     whole, rstd = place.normal(2, 8, 49, seed=1), torch.ones(2, 8, device=place.device)
     permuted = place.normal(2, 32, 8, seed=2).mT  # as before a normalisation of channels
     right, aligned = norm_layer_gradients.launch, []

@@ -172,7 +172,7 @@ def test_nothing(place: Place) -> None:
 
 @on_kernels(dtypes=(), tf32=True)
 def test_several_uses_have_scales_of_their_own(place: Place) -> None:
-    """Uses that are packed together; pixels that no tap meets have no part in a folded one's."""
+    """Packs uses together; pixels that no tap meets have no part in the scale of a folded one."""
     geometry = Geometry((1, 3, 3), ONE, (0, 1, 1), ONE, 1)
     few = Geometry((1, 2, 2), (1, 3, 3), NONE, ONE, 1)
     uses, expected = [], []

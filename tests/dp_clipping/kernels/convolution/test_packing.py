@@ -99,7 +99,7 @@ def place_in_float64(x: torch.Tensor, result: torch.Tensor, to: Target) -> None:
 
 @on_kernels(dtypes=(), tf32=True)
 def test_largest(place: Place) -> None:
-    """Operands of any layout and size; a sample has several pictures, and may hold infinity."""
+    """Looks through operands of any layout and size, with several pictures a sample."""
     x = torch.randn(6, 3, 2, 5, 7)
     x[2, 1, 0, 3, 3], x[5, 2, 1, 4, 6] = -100.0, torch.inf
     long = torch.randn(6, 1, 1, 1, packing.PARTS * packing.LARGEST_BLOCK + 5)
