@@ -74,8 +74,8 @@ NORM_TILES = TILES | {2: (TILES[2][0], Tile(128, 128, 64, 4, 3, 1.1), *TILES[2][
 
 TileSquares = tuple[Tensor, int, int]
 """The squares of one parameter's tiles: sums [parameters, rows, most] float32 of all parameters
-that shared a launch, the number of this one, and how many tiles it has. A row is a sample, or one of
-its groups of channels."""
+that shared a launch, the number of this one, and how many tiles it has. A row is a sample, or one
+of its groups of channels."""
 
 
 def gradients_and_squares(
