@@ -101,12 +101,15 @@ def norm_layer_gradients(
                 read = [x for use in several for x in use[:2] if x is not None]
                 is_aligned = not any(x.data_ptr() % ALIGNMENT for x in read)
             total = _launch(several, is_aligned)
-            for number, result in zip(own, total.unbind(0), strict=True):
-                found[number] = tuple(result.unbind(0))
-                if first.x is None:
-                    found[number] = None, *found[number]
-                elif not first.with_bias:
-                    found[number] = *found[number], None
+            formed = total.flatten(0, 1).unbind(0)
+            if first.x is None:
+                pairs = [(None, bias) for bias in formed]
+            elif first.with_bias:
+                pairs = list(zip(formed[::2], formed[1::2], strict=True))
+            else:
+                pairs = [(weight, None) for weight in formed]
+            for number, pair in zip(own, pairs, strict=True):
+                found[number] = pair
     return found
 
 

@@ -138,7 +138,7 @@ ROWS = [
      "            for record in self._order:\n",
      "            for record in list(self.table.known):\n", WORK, "layerwise"),
     ("what is kept for its sum is normed early", "step/sums/work.py",
-     "self.waiting = [left for left in waiting if self._stays(left)]", "pass", WORK, "any_case"),
+     "        if everything:\n", "        if True:\n", WORK, "any_case"),
     ("a first step of noise alone counts", "optimizer.py",
      "if samples and not finite:", "if False:", OPTIMIZER),
     ("a step of noise alone is looked for in each step", "optimizer.py",

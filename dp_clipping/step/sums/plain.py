@@ -8,7 +8,7 @@ embedding and of the head of a language model, has both (`TiedFactors`). Any oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,8 +147,10 @@ class Plain(Work):
         ]
         return [record for record, _ in found], [summand for _, summand in found]
 
-    def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterator[Tensor]:
-        """Yields Σ_i c_i G_i of each parameter, in float32 (float64), each when it is asked for.
+    def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterable[Tensor]:
+        """Returns Σ_i c_i G_i of each parameter, in float32 (float64).
+
+        Those of large parameters are formed when they are asked for.
 
         To be called, and asked, within `full_float32`.
 
@@ -170,6 +172,16 @@ class Plain(Work):
                 # Not as views, whose versions would be those of all together.
                 found.update(zip(numbers, [one.data for one in total.split(sizes)], strict=True))
                 del own, rows
+        if len(found) == len(records):
+            values.clear()
+            return [found[n] for n in range(len(records))]
+        return self._sums_of_others(records, values, found)
+
+    def _sums_of_others(
+        self, records: Sequence[Trainable], values: list[Any], found: dict[int, Tensor]
+    ) -> Iterator[Tensor]:
+        """Yields all sums in order: those that are found, by number, and others as they come."""
+        label = self._label
         values.reverse()
         for n, record in enumerate(records):
             weights, value = self._weights[record.group], values.pop()

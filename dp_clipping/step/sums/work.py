@@ -65,6 +65,7 @@ class Work(ABC):
     Attributes:
         fused: it runs on kernels.
         waiting: what is left and has no norms yet.
+        staying: the same, of what is kept until the sums in any case.
         pending: bytes of what waits that nothing else would hold.
         kept: parameter -> what its sum will be formed of.
         recomputed: parameters whose G a second backward computes again.
@@ -99,6 +100,7 @@ class Work(ABC):
     def forget(self) -> None:
         """Drops what a backward has left."""
         self.waiting: list[Left] = []
+        self.staying: list[Left] = []
         self._order: dict[Trainable, None] = {}  # in which parameters have arrived
         self.kept: dict[Trainable, Summand] = {}
         self.recomputed: list[Trainable] = []
@@ -211,8 +213,10 @@ class Work(ABC):
             size += tensor.nbytes
         if kind is FACTORS and self.fused:
             size *= 2  # kernels pack them, and a launch holds both
-        self.waiting.append(left)
-        if not (kind in self._kinds or records[0] in self._staying):
+        if kind in self._kinds or records[0] in self._staying:
+            self.staying.append(left)
+        else:
+            self.waiting.append(left)
             self.pending += max(size, self.plans.gradient_bytes.get(records[0], 0))
             if self.streams or self.is_summing:
                 self.pending += self.bytes_of(records)
@@ -236,10 +240,6 @@ class Work(ABC):
                 self.take(*left)
         finally:
             self._joining = None
-
-    def _stays(self, left: Left) -> bool:
-        """Returns whether its tensors are kept until the sums in any case."""
-        return left.kind in self._kinds or left.records[0] in self._staying
 
     def bytes_of(self, records: tuple[Trainable, ...]) -> int:
         """Returns the bytes that forming sums takes temporarily.
@@ -290,13 +290,12 @@ class Work(ABC):
             everything: also norms of what is kept until the sums in any case.
         """
         waiting, self.waiting = self.waiting, []
+        if everything:
+            waiting, self.staying = self.staying + waiting, []
         self.pending, self._room = 0, self._least
         if self.is_summing:
             self._form(*self.summands(waiting))
             return
-        if not everything:
-            self.waiting = [left for left in waiting if self._stays(left)]
-            waiting = [left for left in waiting if not self._stays(left)]
         self.versions.refuse_changed([(one.records, one.tensors, one.versions) for one in waiting])
         self.take_norms(waiting, everything)
 
