@@ -156,6 +156,8 @@ class LinearFactors:
         is_long = tokens > longest or tokens * (inputs + outputs) >= inputs * outputs
         self.accumulates = is_long and not self.is_one_token
         self._each = max(1, PIECE_ELEMENTS // max(1, inputs * outputs))
+        self._everything = slice(0, a.shape[0])
+        self._is_one_piece = self.accumulates and a.shape[0] <= self._each
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:
@@ -164,7 +166,10 @@ class LinearFactors:
 
     def norm(self) -> Norm:
         """Returns ‖G_i‖², with the rounding of Gram products and of what `weighted_sum` adds."""
-        if self.accumulates:  # what is summed is what is normed, to the last bit
+        # With `accumulates`, what is summed is what is normed, to the last bit.
+        if self._is_one_piece:
+            return Norm(squared_norms(self.gradients(self._everything)))
+        if self.accumulates:
             return Norm(torch.cat([squared_norms(gradients) for _, gradients in self._pieces()]))
         if self.is_one_token:
             return Norm(product_squares(self.y[:, 0], self.a[:, 0]))
@@ -195,6 +200,8 @@ class LinearFactors:
         scaled where it is accumulated, in float32: rounded before, tokens that cancel could exceed
         the threshold.
         """
+        if self._is_one_piece:
+            return weighted_sum(weights, self.gradients(self._everything))
         if self.accumulates:
             pieces = self._pieces()
             sums = (weighted_sum(weights.only(part), gradients) for part, gradients in pieces)
@@ -215,7 +222,7 @@ class LinearFactors:
 
     def dense(self) -> Tensor:
         """Returns G itself: the reference implementation."""
-        return self.gradients(slice(0, len(self.a)))
+        return self.gradients(self._everything)
 
     def gradients(self, part: slice) -> Tensor:
         """Returns G of some samples."""

@@ -38,7 +38,7 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85  # golden ratio and √3 − 1, as in the paper
 CHUNK = 1 << 15  # counters taken at once: six int64 words each still fit the second-level cache
-ROW = 256  # numbers of one stream that are made together where many streams are
+ROW = 128  # numbers of one stream that are made together where many streams are
 words_of = struct.Struct("<4I").iter_unpack
 
 
@@ -166,8 +166,9 @@ def add_noise_to_short(
     numbers = torch.arange(firsts[-1], device=device)[:, None] - begin
     counters = numbers * each + torch.arange(each, device=device)
     z = _values(counters, NoiseStream(*own), values).to(totals[0].dtype).mul_(std).view(-1)
-    z = torch.cat([z[ROW * i : ROW * i + n] for i, n in zip(firsts, sizes, strict=False)])
-    flat = [total.view(-1) for total in totals]
+    parts = [part for n, count in zip(sizes, rows, strict=True) for part in (n, ROW * count - n)]
+    z = torch.cat(z.split_with_sizes(parts)[::2])  # without what is left over
+    flat = [total if total.ndim == 1 else total.view(-1) for total in totals]
     noisy = z.add_(torch.cat(flat)).div_(divisor)
     each_out = zip(outs, totals, flat, strict=True)
     targets = [row if out is total else out.view(-1) for out, total, row in each_out]

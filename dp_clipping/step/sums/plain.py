@@ -8,7 +8,7 @@ embedding and of the head of a language model, has both (`TiedFactors`). Any oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,10 +147,8 @@ class Plain(Work):
         ]
         return [record for record, _ in found], [summand for _, summand in found]
 
-    def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterable[Tensor]:
-        """Returns Σ_i c_i G_i of each parameter, in float32 (float64).
-
-        Those of large parameters are formed when they are asked for.
+    def sums(self, records: Sequence[Trainable], values: list[Any]) -> Iterator[Tensor]:
+        """Yields Σ_i c_i G_i of each parameter, in float32 (float64), each when it is asked for.
 
         To be called, and asked, within `full_float32`.
 
@@ -167,21 +165,12 @@ class Plain(Work):
             with NOTHING if label is None else label("sum", [records[n] for n in numbers]):
                 own = [values[n] for n in numbers]
                 sizes = [g.shape[1:].numel() for g in own]
-                rows = [g.reshape(len(g), size) for g, size in zip(own, sizes, strict=True)]
+                rows = [g.reshape(g.shape[0], size) for g, size in zip(own, sizes, strict=True)]
                 total = weighted_sum(self._weights[group], torch.cat(rows, 1))
                 # Not as views, whose versions would be those of all together.
-                found.update(zip(numbers, [one.data for one in total.split(sizes)], strict=True))
-                del own, rows
-        if len(found) == len(records):
-            values.clear()
-            return [found[n] for n in range(len(records))]
-        return self._sums_of_others(records, values, found)
-
-    def _sums_of_others(
-        self, records: Sequence[Trainable], values: list[Any], found: dict[int, Tensor]
-    ) -> Iterator[Tensor]:
-        """Yields all sums in order: those that are found, by number, and others as they come."""
-        label = self._label
+                parts = torch.unsafe_split_with_sizes(total, sizes)
+                found.update(zip(numbers, parts, strict=True))
+                del own, rows, parts
         values.reverse()
         for n, record in enumerate(records):
             weights, value = self._weights[record.group], values.pop()

@@ -26,6 +26,7 @@ SMALL = (
     "table", "video_resnet18",
 )  # fmt: skip
 TIMES, MORE = 1.9, 400  # of an ordinary step's calls, and these
+WITHOUT_GPU = 2.5  # of an ordinary step's calls, with 12 layers
 FILES = {"in plain PyTorch": 35, "on kernels": 48}  # of dp_clipping, that a step passes
 COUNT = f"""
 import json, warnings
@@ -62,6 +63,12 @@ for how, context in zip({tuple(FILES)}, (nullcontext(), without_kernels()), stri
         for _ in range(WARM_UP):
             step()
         counts[how] = files_of(step)
+counts["without a GPU"] = []
+for private in (False, True):
+    step = step_of("transformer", 12, private)
+    for _ in range(WARM_UP):
+        step()
+    counts["without a GPU"].append(calls_of(step)[0])
 print(json.dumps(counts))
 """
 
@@ -89,6 +96,11 @@ def test_calls_of_a_step(counts, name):
 def test_calls_beside_an_ordinary_step(counts, name):
     ordinary, private = counts[name]
     assert private <= TIMES * ordinary + MORE
+
+
+def test_calls_without_a_gpu(counts):
+    ordinary, private = counts["without a GPU"]
+    assert private <= WITHOUT_GPU * ordinary
 
 
 @pytest.mark.parametrize("how", FILES)
