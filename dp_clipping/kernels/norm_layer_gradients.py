@@ -36,7 +36,7 @@ ELEMENTS = 2048  # values of y that a program loads at a time
 WARPS = 4
 PROGRAMS = 1024  # fewer leave processors idle: pieces are made until there are as many
 COPIED_BYTES = 1 << 26  # of operands that the kernel cannot read as they are: copied at a time
-LEAST_STEPS = 4  # loads of a piece: shorter ones cost more in sums than they gain
+LEAST_STEPS = 8  # loads of a piece: shorter ones cost more in sums than they gain
 
 
 class Normalized(NamedTuple):
