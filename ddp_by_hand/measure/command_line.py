@@ -11,6 +11,7 @@ import os
 import select
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from ddp_by_hand.measure.extras import MissingExtra
 
 BAD_INPUT = 2
 UNWRITABLE = 1
+SECONDS_TO_PRINT = 10.0  # that the first rank of a host has for it
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NOBODY_READS = 141  # and for `| head`, 128 + SIGPIPE
 
@@ -38,7 +40,7 @@ class Parser(argparse.ArgumentParser):
             known = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(words.partition(" ")[0].partition("=")[0], known, n=1)
             message += f" (did you mean {near[0]}?)" if near else "; --help lists them"
-        self.exit(BAD_INPUT, f"{self.prog}: {message}\n" if is_first_of_host() else None)
+        self.exit(refuse(self.prog, message))
 
 
 class BadInput(Exception):
@@ -118,9 +120,14 @@ def _discard(stream: TextIO) -> None:
 
 
 def refuse(program: str, error: Exception | str) -> int:
-    """Print the error on one line of stderr; the exit status."""
+    """Prints the error on one line of stderr, on the first rank of a host; returns the exit status.
+
+    Other ranks wait for it: a launcher ends all ranks with the first one that fails.
+    """
     if is_first_of_host():
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        time.sleep(SECONDS_TO_PRINT)
     return BAD_INPUT
 
 

@@ -32,7 +32,13 @@ def made() -> Parser:
     return parser
 
 
-def test_an_error_a_refusal_and_an_interruption_are_one_line_of_the_first_process(capsys, speaks):
+def test_an_error_a_refusal_and_an_interruption_are_one_line_of_the_first_process(
+    capsys, monkeypatch, speaks
+):
+    """Others wait until it has said it, since a launcher ends all with the first that fails."""
+    waits: list[float] = []
+    monkeypatch.setattr("ddp_by_hand.measure.command_line.time.sleep", waits.append)
+
     @ending_quietly
     def interrupted() -> int:
         raise KeyboardInterrupt
@@ -44,6 +50,7 @@ def test_an_error_a_refusal_and_an_interruption_are_one_line_of_the_first_proces
     assert interrupted() == 130
     lines = "program: argument --steps: invalid int value: 'x'\nprogram: two lines\ninterrupted\n"
     assert capsys.readouterr().err == (lines if speaks else "")
+    assert len(waits) == (0 if speaks else 2)
 
 
 @pytest.mark.parametrize(
