@@ -174,6 +174,12 @@ def missed(curve, rate):
     return max(0, *low, *[math.exp(-min(e, 700)) * (1 - d - rate) for d, e in curve])
 
 
+def hit(curve, rate):
+    """Returns the largest true positive rate, exact where it is too small for 1 - missed."""
+    low = [d + math.exp(min(e, 700)) * rate for d, e in curve]
+    return min(1, *low, *[math.exp(-e) * (d + rate) - math.expm1(-e) for d, e in curve])
+
+
 def mu_of(curve, delta):
     """Returns the μ that covers the curve from δ on: the largest one that a kink needs."""
     lines = [(d, e) for d, e in curve if d >= delta]
@@ -184,7 +190,9 @@ def mu_of(curve, delta):
         if f < e
     ]
     both = [(x, missed(curve, x)) for x in kinks]  # of one pair they are equal, but for rounding
-    return max([0.0, *(-ndtri(x) - ndtri(y) for x, y in both if x <= y * (1 + 1e-9))])
+    both = [(x, y) for x, y in both if x <= y * (1 + 1e-9)]
+    ends = [ndtri(hit(curve, x)) if y > 0.5 else -ndtri(y) for x, y in both]
+    return max([0.0, *(end - ndtri(x) for end, (x, _) in zip(ends, both, strict=True))])
 
 
 RATES = [0.001, 0.01, 0.1]  # of false positives

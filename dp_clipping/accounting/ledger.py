@@ -52,15 +52,18 @@ def _computed(accountant: "IAccountant", delta: float) -> float:
     """Returns ε of the accountant's steps by its own method, which `refuse_direct` hides.
 
     Raises:
-        ValueError: Opacus's gdp, which searches between 0 and 500, finds none.
+        ValueError: Opacus's accountant finds none: gdp searches between 0 and 500, and prv's errors
+            may be larger than δ.
     """
     try:
         return max(0.0, float(type(accountant).get_epsilon(accountant, delta)))
-    except ValueError as error:
-        if accountant.mechanism() != "gdp":
+    except (ValueError, RuntimeError) as error:
+        name = accountant.mechanism()
+        if name == "pld":
             raise
+        where = " between 0 and 500" if name == "gdp" else ""
         raise ValueError(
-            f"accountant gdp finds no ε between 0 and 500 at delta={delta:g}: build "
+            f"accountant {name} finds no ε{where} at delta={delta:g}: build "
             "PrivacyEngine(), whose accountant pld computes ε for any noise"
         ) from error
 

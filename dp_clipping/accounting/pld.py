@@ -131,14 +131,16 @@ def epsilon(history: History, delta: float) -> float:
 def curve(history: History, delta: float) -> Callable[[float], float]:
     """Returns ε as a function of δ, an upper bound for each.
 
-    Steps are composed once, with the interval that `delta` needs; where ε is far smaller than
-    there, rounding is a larger part of it.
+    Steps are composed once, with the interval that the smallest δ of a curve needs, but for those
+    of which an FFT leaves nothing; where ε is far smaller than there, rounding is a larger part.
     """
-    at, composed = _near(history, delta)
+    charge = ROUNDING * sum(steps for _, _, steps in history)
+    least = min(delta, SMALLEST)
+    at, composed = _near(history, least if least > 2 * charge else SMALLEST)
     if composed is None:
         return at
-    charge = ROUNDING * sum(steps for _, _, steps in history)
-    return tabulated(composed.get_delta_for_epsilon, at(min(delta, SMALLEST)), charge)
+    table = tabulated(composed.get_delta_for_epsilon, at(least), charge)
+    return lambda delta: table(delta) if delta > 2 * charge else at(delta)
 
 
 def _near(history: History, delta: float) -> tuple[Callable[[float], float], Any]:

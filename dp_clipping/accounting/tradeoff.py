@@ -96,8 +96,15 @@ def false_negative_rate(curve: Curve, rate: float) -> float:
 
 
 def true_positive_rate(curve: Curve, rate: float) -> float:
-    """Returns an upper bound of the true positive rate of every attack with this α, 1 − f(α)."""
-    return 1 - false_negative_rate(curve, rate)
+    """Returns an upper bound of the true positive rate of every attack with this α, 1 − f(α).
+
+    It is exact where it is too small to be told from 0 in 1 − f(α).
+    """
+    lines = [
+        min(delta + _exp(epsilon) * rate, _exp(-epsilon) * (delta + rate) - math.expm1(-epsilon))
+        for delta, epsilon in curve
+    ]
+    return min(1.0, *lines)
 
 
 def gaussian_mu(curve: Curve, delta: float) -> float:
@@ -118,7 +125,11 @@ def gaussian_mu(curve: Curve, delta: float) -> float:
         missed = false_negative_rate(curve, rate)
         if rate > missed * (1 + 1e-9):  # on the other side of the diagonal, which mirrors this one
             continue
-        mu = max(mu, -normal.inv_cdf(rate) - normal.inv_cdf(missed))
+        if not rate:  # below the smallest double
+            return math.inf
+        found = true_positive_rate(curve, rate)
+        of_missed = normal.inv_cdf(found) if found < 0.5 else -normal.inv_cdf(missed)
+        mu = max(mu, of_missed - normal.inv_cdf(rate))
     return mu
 
 

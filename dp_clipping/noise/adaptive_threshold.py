@@ -141,7 +141,8 @@ class AdaptiveThreshold:
         """
         if step < self.next_step:
             raise RuntimeError(
-                f"the threshold's count of step {step} was released already: update once per step"
+                f"the threshold's count of step {step} was released already: update once per step, "
+                "and build an AdaptiveThreshold(..) for each make_private"
             )
         self.next_step = step + 1
         stream = NoiseStream.derive(noise_key, step=step, parameter=STREAM, share=0)

@@ -92,6 +92,26 @@ def check_loader(loader: DataLoader, world_size: int) -> None:
             "samples alike, once an epoch, as Poisson sampling does: for a part of the data give "
             "torch.utils.data.Subset(dataset, indices) and no sampler, for all of it shuffle=True"
         )
+    _check_empty_batch(dataset)
+
+
+def _check_empty_batch(dataset: Any) -> None:
+    """Raises ValueError if the dataset reads batches by itself, but not one without samples."""
+    read = getattr(dataset, "__getitems__", None)
+    if not callable(read):
+        return
+    try:
+        is_empty = not len(read([]))
+    except Exception as error:
+        raise ValueError(
+            f"{type(dataset).__name__}.__getitems__([]) raises {error!r}, and a batch may be "
+            "without samples: begin it with: if not indices: return []"
+        ) from error
+    if not is_empty:
+        raise ValueError(
+            f"{type(dataset).__name__}.__getitems__([]) returns samples, and a batch may "
+            "be without any: begin it with: if not indices: return []"
+        )
 
 
 def _visits_all(sampler: Any, loader: DataLoader, world_size: int) -> bool:

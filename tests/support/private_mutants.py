@@ -207,7 +207,7 @@ ROWS = [
     ("a table rounds epsilon down", "accounting/tradeoff.py",
      "epsilons[ROWS - fitting]", "epsilons[max(0, ROWS - fitting - 9)]", TRADEOFF),
     ("mu is of the first kink", "accounting/tradeoff.py",
-     "mu = max(mu, -normal", "mu = max(0.0, -normal", TRADEOFF),
+     "mu = max(mu, of_missed", "mu = max(0.0, of_missed", TRADEOFF),
     ("an option without a page passes for proved", "accounting/proofs.py",
      "if PAGES[name].get(value) is None", "if PAGES[name].get(value, name) is None", PROOFS,
      "not_known"),

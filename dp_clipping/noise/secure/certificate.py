@@ -56,6 +56,17 @@ class Distance:
     epsilon: float
     delta: float
 
+    def fits(self, epsilon: float, share: float, delta: float) -> bool:
+        """Returns whether it costs at most what δ has beside this share.
+
+        Args:
+            epsilon: of the mechanism with exact noise, at the share.
+        """
+        exponent = epsilon + self.epsilon
+        if exponent > LARGEST_EXPONENT:
+            return False
+        return self.delta * (1 + math.exp(exponent)) <= (1 - share) * delta
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -155,10 +166,7 @@ class Certificate:
         effective = [(self.effective(sigma), q, number) for sigma, q, number in history]
         for share in SHARES:
             epsilon = account(effective, share * delta * math.exp(-distance.epsilon))
-            exponent = epsilon + distance.epsilon
-            if exponent > LARGEST_EXPONENT:
-                break
-            if distance.delta * (1 + math.exp(exponent)) <= (1 - share) * delta:
+            if distance.fits(epsilon, share, delta):
                 return epsilon + 2 * distance.epsilon
         return math.inf
 
@@ -186,7 +194,15 @@ class Certificate:
         left = target_epsilon - 2 * distance.epsilon
         found = math.inf
         if left > 0:
-            share = SHARES[0] * target_delta * math.exp(-distance.epsilon)
+            part = next((share for share in SHARES if distance.fits(left, share, target_delta)), 0)
+            if not part:
+                raise ValueError(
+                    f"target_epsilon is {target_epsilon:g}: secure_mode=True cannot show so large "
+                    f"an epsilon at target_delta={target_delta:g}, as it multiplies what the "
+                    "sampler adds to delta by e^epsilon; give a smaller target_epsilon, or choose "
+                    "the noise by make_private(noise_multiplier=..)"
+                )
+            share = part * target_delta * math.exp(-distance.epsilon)
             found = whole.nominal(find(target_epsilon=left, target_delta=share))
         if math.isinf(found):
             raise ValueError(

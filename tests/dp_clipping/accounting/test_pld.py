@@ -160,3 +160,12 @@ def test_it_is_an_accountant_of_opacus():
     count(SimpleNamespace(noise_multiplier=3.0, accumulated_iterations=2))
     assert account.history[-1] == (3.0, 0.2, 1)
     assert isinstance(PrivacyEngine().accountant, IAccountant)
+
+
+@pytest.mark.parametrize("delta", [1e-40, 1e-15, 0.3, 0.9])
+def test_a_curve_is_as_close_whatever_delta_is_stated(delta):
+    history = [(1.0, 0.01, 100)]
+    at = pld.curve(history, delta)
+    for one in (1e-6, 1e-3):
+        assert at(one) == pytest.approx(pld.epsilon(history, one), rel=0.01)
+    assert at(min(delta, 1e-6)) == pytest.approx(pld.epsilon(history, min(delta, 1e-6)), rel=0.01)

@@ -30,6 +30,14 @@ def test_of_a_gaussian_mechanism_all_is_known(mu):
     assert true_positive_rate(curve, 1.0) == 1
 
 
+@pytest.mark.parametrize("delta", [1e-18, 1e-40])
+def test_mu_covers_the_smallest_deltas(delta):
+    """One minus such a rate is 1 in double precision."""
+    curve = curve_of(lambda delta: float(get_epsilon_gaussian(1.0, delta)), delta)
+    assert 1 <= gaussian_mu(curve, delta) <= 1.1
+    assert true_positive_rate([(delta, 0.0)], delta) == 2 * delta
+
+
 def test_mu_covers_sampled_steps_at_every_delta_from_the_stated_one_on():
     """Held against dp-accounting's own distribution, between the pairs of the curve too."""
     entry = (0.8, 0.02, 300)

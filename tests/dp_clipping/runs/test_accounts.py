@@ -210,6 +210,18 @@ def test_gdp_says_where_it_finds_no_epsilon(sigma):
         engine.get_epsilon(delta=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:delta is")
+@pytest.mark.parametrize("delta", [1e-300, 0.999999])
+def test_prv_says_where_it_finds_no_epsilon(delta):
+    engine, *_ = made("prv")
+    engine.accountant.history = [(1.0, 0.125, 8)]
+    with pytest.raises(ValueError, match=r"prv finds no ε at delta=.* build PrivacyEngine\(\)"):
+        engine.get_epsilon(delta=delta)
+    engine, *_ = made("pld")
+    engine.accountant.history = [(1.0, 0.125, 8)]
+    assert engine.get_epsilon(delta=delta) < 100
+
+
 @pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
 def test_an_approximation_is_refused_where_a_guarantee_is_asked_for():
     with pytest.raises(ValueError, match=r'PrivacyEngine\(accountant="pld"\)'):

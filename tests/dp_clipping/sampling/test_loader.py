@@ -284,3 +284,29 @@ def test_a_distributed_sampler_over_an_uneven_data_set(drop_last):
     order = DistributedSampler(numbers(11), num_replicas=2, rank=0, drop_last=drop_last)
     original = DataLoader(numbers(11), sampler=order)
     assert PoissonLoader(original, key=KEY, world_size=2).sample_rate > 0
+
+
+class ReadAtOnce(Dataset):
+    """Reads all samples of a batch in one call, as from a file."""
+
+    def __init__(self, reads_nothing):
+        self.reads_nothing = reads_nothing
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index))
+
+    def __getitems__(self, indices):
+        if not indices and self.reads_nothing is not None:
+            return [self[0]] * self.reads_nothing
+        return list(torch.stack([self[index] for index in indices]))
+
+
+@pytest.mark.parametrize(("reads", "why"), [(None, "raises RuntimeError"), (1, "returns samples")])
+def test_a_data_set_that_cannot_read_an_empty_batch_is_refused_at_once(reads, why):
+    with pytest.raises(ValueError, match=rf"ReadAtOnce.__getitems__.* {why}.*: return \[\]"):
+        PoissonLoader(DataLoader(ReadAtOnce(reads), batch_size=4), key=KEY)
+    loader = PoissonLoader(DataLoader(ReadAtOnce(0), batch_size=4), key=KEY, sample_rate=1e-9)
+    assert [tuple(x.shape) for x in loader] == [(0, 2), (0, 2)]

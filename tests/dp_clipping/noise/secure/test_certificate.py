@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 
 import mpmath
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dp_clipping import PrivacyEngine
+from dp_clipping.accounting import pld
 from dp_clipping.accounting.target_epsilon import noise_multiplier_for
 from dp_clipping.noise.secure import certificate
 from dp_clipping.noise.secure.certificate import (
@@ -410,3 +412,14 @@ def test_a_target_that_the_grid_exceeds_is_refused():
         LARGE.noise_multiplier(
             target_epsilon=0.001, target_delta=1e-6, steps=10**4, find=lambda **_: 2000.0
         )
+
+
+@pytest.mark.parametrize(("delta", "largest"), [(1e-5, 30.0), (1e-20, 5.0)])
+def test_a_target_is_one_that_the_account_shows(delta, largest):
+    certificate = Certificate(66, 35, 89, 89)
+    find = partial(noise_multiplier_for, sample_rate=1.0, steps=1, accountant="pld")
+    wanted = partial(certificate.noise_multiplier, target_delta=delta, steps=1, find=find)
+    sigma = wanted(target_epsilon=largest)
+    assert certificate.epsilon([(sigma, 1.0, 1)], delta, account=pld.epsilon) <= largest
+    with pytest.raises(ValueError, match="cannot show so large an epsilon at target_delta"):
+        wanted(target_epsilon=10 * largest)
