@@ -5,7 +5,7 @@ which. Where another version lacks one of these interfaces, its function does wi
 RuntimeError that names it; for `Tensor._version` the import does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import ModuleType
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from ddp_by_hand.torch_versions import RANGE, warn_if_untested
 
@@ -61,6 +62,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     if queue is None:
         queue = found(Variable, "Variable", "_execution_engine.queue_callback")
     queue(callback)
+
+
+def not_in_tree(tensors: Iterable[Tensor], value: Any) -> list[Tensor]:
+    """Returns those that PyTorch's DDP does not find in an output, `torch.utils._pytree`."""
+    found = {id(leaf) for leaf in tree_leaves(value)}
+    return [x for x in tensors if id(x) not in found]
 
 
 def ddp_record(wrapper: nn.parallel.DistributedDataParallel) -> dict[str, Any]:

@@ -24,13 +24,18 @@ from torch.optim import Optimizer
 
 from ddp.base import DataParallel
 from ddp.internals.interface import mebibytes, trainable
+from ddp.internals.unused import tensors_in
 from ddp.synchronous import SynchronousDDP
-from ddp.torch_compat import ddp_record
+from ddp.torch_compat import ddp_record, not_in_tree
 
 OTHER_DTYPE = (
     "{name} has a gradient of another type, and PyTorch's reducer works in the parameters' own "
     "type: gradient_dtype is for gradients that are handed to gradient_ready; set no grad_dtype, "
     "or use another variant"
+)
+HIDDEN = (
+    "torch_ddp_tuned: PyTorch's DDP looks into tuples, lists and dicts alone, and would not reduce "
+    "the first step, since {kind} hides a tensor from it: return one of these, or use torch_ddp"
 )
 
 
@@ -102,6 +107,11 @@ class TorchDDP(SynchronousDDP):
             self.gradients.reduced.discard(i)  # from here on PyTorch's mean, also of None
         super().after_accumulation(i)
 
+    def launch_buckets(self, everything: bool = False, most: int | None = None) -> None:
+        """Launches what PyTorch's reducer does not see; nothing where its step is discarded."""
+        if not self._is_by_torch or self.step.by_hand:
+            super().launch_buckets(everything, most)
+
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         if not self._is_by_torch or self.step.by_hand:
@@ -150,8 +160,11 @@ class TunedTorchDDP(TorchDDP):
                 "torch_ddp_tuned: the first training step must not be under no_sync(), its static "
                 "graph is learned there; use torch_ddp"
             )
+        output, learns = super().forward(*args, **kwargs), self._learns and by_torch
         self._learns &= not by_torch
-        return super().forward(*args, **kwargs)
+        if learns and any(x.grad_fn is not None for x in not_in_tree(tensors_in(output), output)):
+            raise RuntimeError(HIDDEN.format(kind=type(output).__name__))
+        return output
 
     def gradient_ready(self, parameter: Parameter) -> None:
         if not self.gradients_come_by_hand:

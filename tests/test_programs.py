@@ -230,6 +230,10 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
     "experiments.local_steps": {
         "--every 0": "give a positive", "--steps 0": "give a positive",
         "--steps 10 --every 4": "--steps 10: 4 local steps do not divide it",
+        "--outer-momentum 1": "--outer-momentum 1.0: give 0 or more, and less than 1",
+        "--d-model 16": "--d-model 16: give a multiple of 32",
+        "--context-length 100000000": "--context-length + 1 = 100000001: give more text or a sho",
+        "--output /proc/x.png": "--output /proc/x.png, in /proc: cannot be written to",
     },
     "experiments.price_noise": {
         "--noise secure": "--noise has no default", "--noise bands_0": "such as bands_8",

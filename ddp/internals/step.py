@@ -147,6 +147,7 @@ class Step:
         if not self.in_backward:
             self.in_backward = True
             self._entered_to_reduce = bool(self._reduces if reduces is None else reduces)
+            self._arrived_before = sum(self._schedule.arrivals.values())
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -174,15 +175,21 @@ class Step:
             reduces, self.awaits_backward = self._reduces, False
         if not reduces:
             return False
-        if not wrapper.find_unused_parameters and schedule.launched == len(schedule.buckets):
-            wrapper.wait_for(*schedule.in_flight)
-            schedule.begin_round()  # a second backward before finish
+        if schedule.launched == len(schedule.buckets):
+            self._begin_round(wrapper)
         self._watch.arrived[i] = version_of(parameter)
         self.unfinished = True
         schedule.arrive(i)
         if self._reached and len(schedule.arrivals) == 1:  # others stay away: buckets complete
             schedule.ready |= set(range(len(self._gradients.parameters))) - self._reached
         return True
+
+    def _begin_round(self, wrapper: Any) -> None:
+        """Begins the round of a second backward before finish; unused parameters take none."""
+        schedule = self._schedule
+        if not wrapper.find_unused_parameters and schedule.launched == len(schedule.buckets):
+            wrapper.wait_for(*schedule.in_flight)
+            schedule.begin_round()
 
     def is_complete(self, wrapper: Any) -> bool:
         """Returns False for a step in which all parameters are frozen: nothing to reduce.
@@ -204,6 +211,14 @@ class Step:
 
     def end(self, wrapper: Any) -> None:
         """Ends a round: reduces unused or late gradients, and completes the step."""
+        self._gradients.clear_filled(self._meet(wrapper, self._schedule.arrivals))
+        self._gradients.restore_strides()
+        self.record.buckets = len(self._schedule.buckets)
+        self.finished = self.record
+        self.begin()
+
+    def _meet(self, wrapper: Any, arrivals: dict[int, int]) -> set[int]:
+        """Does what ranks do together once all is launched; returns what any rank has used."""
         is_shared = self._schedule.launched > 0  # else each rank has gradients of its own
         parameters = self._gradients.parameters
         used = {i for i, p in enumerate(parameters) if p.grad is not None}
@@ -217,22 +232,22 @@ class Step:
             self._schedule.begin_round()
             wrapper.launch_buckets(everything=True)
             wrapper.wait_for(*self._schedule.in_flight)
-        self._gradients.clear_filled(used)
-        self._gradients.restore_strides()
-        self.record.buckets = len(self._schedule.buckets)
-        self.finished = self.record
         if not self._order_is_observed and is_shared:
-            self._agree_on_order(wrapper)
-        self.begin()
+            self._agree_on_order(wrapper, arrivals)
+        return used
 
-    def _agree_on_order(self, wrapper: Any) -> None:
-        """Rebuilds the plan once, in the order in which rank 0 saw gradients become ready."""
-        arrivals = self._schedule.arrivals
+    def _agree_on_order(self, wrapper: Any, arrivals: dict[int, int]) -> None:
+        """Rebuilds the plan once, in the order in which rank 0 saw gradients become ready.
+
+        Not in a step that rank 0 discards: it has no arrivals then.
+        """
         order = [*arrivals, *(i for i in self._schedule.order if i not in arrivals)]
-        message = torch.tensor(order, device=self._gradients.parameters[0].device)
+        message = torch.tensor([len(arrivals), *order], device=self._gradients.parameters[0].device)
         dist.broadcast(message, group=wrapper.process_group, group_src=0)
-        wrapper.adopt_order(message.tolist())
-        self._order_is_observed = True
+        is_observed, *order = message.tolist()
+        if is_observed:
+            wrapper.adopt_order(order)
+            self._order_is_observed = True
 
     def _missing(self) -> list[int]:
         """Lists parameters that received fewer gradients than others in this step."""
@@ -260,12 +275,16 @@ class Step:
     def discard(self, wrapper: Any) -> None:
         """Discards an incomplete step and its gradients, of which some are reduced and some not.
 
-        Ranks may have been stopped in different places, so each completes the round. That works
-        if every rank was stopped inside its backward; where one was not, it sees NaN.
+        Ranks may have been stopped in different places, so each completes the round, and meets
+        those that were not stopped where they end the step. These see NaN.
         """
         self._gradients.drop()
-        failed_early = self.in_backward and self._entered_to_reduce
-        if wrapper.launches_in_backward and (self._schedule.arrivals or failed_early):
+        schedule, reduces = self._schedule, self.in_backward and self._entered_to_reduce
+        if reduces and sum(schedule.arrivals.values()) == self._arrived_before:
+            self._begin_round(wrapper)  # as others do with the first gradient of this backward
+        if schedule.arrivals or reduces:
             wrapper.launch_buckets(everything=True)
-        wrapper.wait_for(*self._schedule.in_flight)
+        wrapper.wait_for(*schedule.in_flight)
+        if schedule.launched:
+            self._meet(wrapper, {})
         self.begin()

@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,15 @@ from ddp_by_hand.lm.data import Batches, Corpus, open_data
 from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
 from ddp_by_hand.lm.rank_pool import Context, RankPool
 from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure.command_line import BadInput, bad_input, check_file
 from ddp_by_hand.measure.curves import COLOURS
-from ddp_by_hand.measure.options import option, positive, program
+from ddp_by_hand.measure.options import option, positive, program, requires
 from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 
 TOGETHER, APART = "ddp_bucketed", "none"
 HELD_OUT = 10  # one part of the text in so many is not trained on
 EVALUATED = 256  # sequences of it
+HEAD = 32  # width of one
 
 
 # fmt: off
@@ -42,10 +45,12 @@ class Options:
     seeds: int = option(2, "runs of each, with other parameters and batches", check=positive)
     learning_rate: float = option(2e-3, "of AdamW, in every variant", check=positive)
     outer_lr: float = option(0.5, "of diloco", check=positive)
-    outer_momentum: float = option(0.5, "of diloco", metavar="M")
+    outer_momentum: float = option(0.5, "of diloco", metavar="M",
+        check=requires(lambda value: 0 <= value < 1, "{}: give 0 or more, and less than 1"))
     batch_size: int = option(4, "sequences per rank", check=positive)
     context_length: int = option(32, "tokens of each", check=positive)
-    d_model: int = option(64, "width of the network", check=positive)
+    d_model: int = option(64, "width of the network", check=requires(
+        lambda value: value > 0 and value % HEAD == 0, f"{{}}: give a multiple of {HEAD}"))
     num_layers: int = option(2, "its blocks", check=positive)
     output: Path = option(Path("local_steps.png"), "the picture", metavar="FILE")
 # fmt: on
@@ -55,6 +60,7 @@ class Options:
             raise ValueError(
                 f"--steps {self.steps}: {uneven[0]} local steps do not divide it, give a multiple"
             )
+        check_file("--output", self.output)
 
 
 class Run(NamedTuple):
@@ -66,6 +72,8 @@ class Run(NamedTuple):
 
 @program("ddp_by_hand.experiments.local_steps", Options, needs=["matplotlib"])
 def main(options: Options) -> int:
+    with bad_input():
+        batches_of(split(open_data("stdlib", 256))[1], options, 0, 1, 0)
     is_gpu = torch.cuda.device_count() >= options.ranks
     pool = RankPool(options.ranks, "cuda" if is_gpu else "cpu", {"OMP_NUM_THREADS": "1"},
                     seconds=3600)  # fmt: skip
@@ -80,6 +88,10 @@ def main(options: Options) -> int:
     finally:
         pool.close()
     print(table(runs))
+    for name, own in runs.items():
+        if not all(isfinite(loss) for run in own for _, loss in run.losses):
+            raise BadInput(f"no picture: the loss of {name} is not finite, give a smaller "
+                           "--learning-rate")  # fmt: skip
     draw(runs, options, f"{options.ranks} {'GPUs' if is_gpu else 'CPU processes'}")
     print(f"picture: {options.output}")
     return 0
@@ -97,7 +109,7 @@ def train(context: Context, options: Options, variant: str, more: dict, seed: in
     torch.set_num_threads(1)
     corpus, held_out = split(open_data("stdlib", 256))
     config = ModelConfig(
-        d_model=options.d_model, num_layers=options.num_layers, num_heads=options.d_model // 32,
+        d_model=options.d_model, num_layers=options.num_layers, num_heads=options.d_model // HEAD,
         d_ff=3 * options.d_model, context_length=options.context_length,
     )  # fmt: skip
     torch.manual_seed(seed)

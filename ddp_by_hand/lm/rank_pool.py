@@ -8,6 +8,7 @@ from the start, so that a test on two ranks and one on four use the same process
 import gc
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -152,6 +153,7 @@ def _serve(
     store: str,
     pipe: Connection,
 ) -> None:
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     os.environ.clear()  # what the server had when it started
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -181,3 +183,10 @@ def _serve(
             gc.freeze()  # the rest, mostly modules, stays alive: later collections skip it
     dist.destroy_process_group()
     gc.collect()  # a gloo process that has built an optimizer may abort at exit without this
+
+
+def _end_with_caller() -> None:
+    """Ends this process when the caller has ended, in the middle of a function too."""
+    if (caller := mp.parent_process()) is not None:
+        caller.join()
+        os._exit(1)

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -74,6 +75,8 @@ def ending_quietly(main: Callable[..., int]) -> Callable[..., int]:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed, as by `>&-`
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        if isinstance(sys.stdout, TextIOWrapper):  # an encoding may lack ε and σ
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
         try:
             try:
                 return main(*arguments, **named)

@@ -1,6 +1,7 @@
 """Ranks that do not do the same, and states that only some of them are in."""
 
 import gc
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from ddp import implementation
 from ddp_by_hand.lm.rank_pool import Context
-from tests.ddp.conftest import SHARDED
+from tests.ddp.conftest import HAND_BUILT, SHARDED
 from tests.ddp.test_step import FailingChain
 from tests.support.beside import (
     Beside,
@@ -73,33 +74,43 @@ def reduced_here(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters()]
 
 
-def one_rank_discards(context: Context, name: str) -> bool:
+def one_rank_discards(context: Context, name: str, at: int, unused: bool, before: list) -> bool:
     """Rank 0 fails and skips its batch. Is what rank 1 gets visibly no mean?"""
-    model = wrapped(context, name, FailingChain(),
-                 **small_buckets(name))  # fmt: skip
-    for step in range(2):
-        loss = chain_loss(step)(model, context.rank)
-        loss.backward()
-        model.finish_gradient_synchronization()
-        model.zero_grad()
-    model.module.fails_at = 2 if context.rank == 0 else None
+    options = dict(small_buckets(name), find_unused_parameters=unused)
+    pair = Beside(context, name, FailingChain(), **options)
+    model, is_seen = pair.model, True
+    for step, is_finished in enumerate(before):
+        pair.backward(chain_loss(step))
+        if is_finished:
+            pair.finish()
+            pair.zero_grad(set_to_none=True)
+    model.module.fails_at = at if context.rank == 0 else None
     loss = chain_loss(7)(model, context.rank)
     if context.rank == 0:
         with pytest.raises(ArithmeticError):
             loss.backward()
         model.module.fails_at = None
+    else:
+        loss.backward()
+        model.finish_gradient_synchronization()
+    if context.rank == 0 or is_divided(name):
         chain_loss(8)(model, context.rank)  # the next forward discards the step
-        return True
-    loss.backward()
-    model.finish_gradient_synchronization()
-    if is_divided(name):
-        chain_loss(8)(model, context.rank)  # a call of all ranks
-    return any(g.isnan().any().item() for g in reduced_here(model))
+    if context.rank != 0:
+        is_seen = any(g.isnan().any().item() for g in reduced_here(model))
+    pair.zero_grad(set_to_none=True)
+    pair.step(chain_loss(9))
+    return is_seen
 
 
-@pytest.mark.parametrize("name", ["ddp_individual", "ddp_individual_v2", "ddp_bucketed", *SHARDED])
-def test_a_rank_that_discards_does_not_pass_for_zeros(cpu_ranks, name):
-    assert cpu_ranks.run(2, one_rank_discards, name) == [True, True]
+@pytest.mark.parametrize(
+    ("at", "unused", "before"),
+    [(2, False, [True, True]), (2, False, []), (2, True, []), (4, False, [True, False])],
+    ids=["later", "first step", "unused", "second backward"],
+)
+@pytest.mark.parametrize("name", [*HAND_BUILT, *SHARDED])
+def test_a_rank_that_discards_does_not_pass_for_zeros(cpu_ranks, name, at, unused, before):
+    """Ranks also agree on an order in their first step, and on what is used in each."""
+    assert cpu_ranks.run(2, one_rank_discards, name, at, unused, before) == [True, True]
 
 
 class WithBuffer(Branches):
@@ -150,6 +161,29 @@ def test_tuned_torch_ddp_learns_its_graph_first(context: Context) -> None:
         model.finish_gradient_synchronization()
         assert model.stats()["collectives"] == 1
         model.zero_grad()
+
+
+@dataclass
+class Output:
+    y: torch.Tensor
+
+
+class InDataclass(FailingChain):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+@on_ranks(2)
+def test_tuned_torch_ddp_refuses_an_output_that_it_does_not_see(context: Context) -> None:
+    """Its first step would not be reduced. `torch_ddp` does it."""
+
+    def loss(model, rank):
+        return model(numbers(4, 6, seed=3, rank=rank, like=model)).y.square().sum()
+
+    Beside(context, "torch_ddp", InDataclass()).step(loss)
+    model = wrapped(context, "torch_ddp_tuned", InDataclass())
+    with pytest.raises(RuntimeError, match=r"since Output hides a tensor .* use torch_ddp"):
+        loss(model, context.rank)
 
 
 @on_ranks(2, "ranks")

@@ -78,13 +78,29 @@ def test_ranks_that_ignore_everything_are_ended_after_an_interrupt(monkeypatch):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
-def test_ranks_die_with_a_killed_parent():
-    child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    parent = (
-        f"import sys; from ddp_by_hand.lm.launch import run_ranks; run_ranks({script(child)!r}, 2)"
+def by_run_ranks(code: str) -> str:
+    command = script(code)
+    return f"import sys; from ddp_by_hand.lm.launch import run_ranks; run_ranks({command!r}, 2)"
+
+
+def in_pool(code: str) -> str:
+    return (
+        "from ddp_by_hand.lm.rank_pool import RankPool; from tests.lm.test_launch import call; "
+        f"RankPool(2).run(2, call, {code!r})"
     )
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+
+
+def call(_context, code: str) -> None:
+    exec(code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl, /proc")
+@pytest.mark.parametrize("started", [by_run_ranks, in_pool])
+def test_ranks_die_with_a_killed_parent(started):
+    child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", started(child)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.kill()
     process.communicate(timeout=60)

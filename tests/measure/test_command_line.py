@@ -1,5 +1,6 @@
 """Wrong options: one line that names the option, status 2, said by one process only."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_closed_outputs_are_as_dev_null(monkeypatch):
         return 3
 
     assert main() == 3
+
+
+def test_an_encoding_without_a_letter(monkeypatch):
+    """As of a terminal that is not of UTF-8."""
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+
+    @ending_quietly
+    def main() -> int:
+        print("ε 8")
+        return 0
+
+    assert main() == 0
+    assert buffer.getvalue() == b"\\u03b5 8\n"
 
 
 def test_another_broken_pipe_is_no_quiet_end(capfd):
