@@ -102,6 +102,7 @@ def norm_layer_gradients(
                 is_aligned = not any(x.data_ptr() % ALIGNMENT for x in read)
             total = _launch(several, is_aligned)
             formed = total.flatten(0, 1).unbind(0)
+            pairs: list[tuple[Tensor | None, Tensor | None]]
             if first.x is None:
                 pairs = [(None, bias) for bias in formed]
             elif first.with_bias:
