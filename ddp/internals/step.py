@@ -280,8 +280,8 @@ class Step:
         """
         self._gradients.drop()
         schedule, reduces = self._schedule, self.in_backward and self._entered_to_reduce
-        if reduces and sum(schedule.arrivals.values()) == self._arrived_before:
-            self._begin_round(wrapper)  # as others do with the first gradient of this backward
+        if self.in_backward and sum(schedule.arrivals.values()) == self._arrived_before:
+            self._begin_round(wrapper)  # as others do with its first gradient, or with late ones
         if schedule.arrivals or reduces:
             wrapper.launch_buckets(everything=True)
         wrapper.wait_for(*schedule.in_flight)

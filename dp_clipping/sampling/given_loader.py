@@ -12,6 +12,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
@@ -97,17 +98,20 @@ def check_loader(loader: DataLoader, world_size: int) -> None:
 
 def _check_empty_batch(dataset: Any) -> None:
     """Raises ValueError if the dataset reads batches by itself, but not one without samples."""
+    while type(dataset) is Subset:  # it asks the one below
+        dataset = dataset.dataset
     read = getattr(dataset, "__getitems__", None)
     if not callable(read):
         return
     try:
-        is_empty = not len(read([]))
+        found = read([])
+        has_samples = len(found) and isinstance(found, list)  # else columns, for the collate_fn
     except Exception as error:
         raise ValueError(
             f"{type(dataset).__name__}.__getitems__([]) raises {error!r}, and a batch may be "
             "without samples: begin it with: if not indices: return []"
         ) from error
-    if not is_empty:
+    if has_samples:
         raise ValueError(
             f"{type(dataset).__name__}.__getitems__([]) returns samples, and a batch may "
             "be without any: begin it with: if not indices: return []"

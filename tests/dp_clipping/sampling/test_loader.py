@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from dp_clipping.sampling.given_loader import batches_of, expected_batch_size_of
 from dp_clipping.sampling.loader import PoissonLoader
@@ -306,7 +306,24 @@ class ReadAtOnce(Dataset):
 
 @pytest.mark.parametrize(("reads", "why"), [(None, "raises RuntimeError"), (1, "returns samples")])
 def test_a_data_set_that_cannot_read_an_empty_batch_is_refused_at_once(reads, why):
-    with pytest.raises(ValueError, match=rf"ReadAtOnce.__getitems__.* {why}.*: return \[\]"):
-        PoissonLoader(DataLoader(ReadAtOnce(reads), batch_size=4), key=KEY)
+    for dataset in (ReadAtOnce(reads), Subset(ReadAtOnce(reads), range(8))):
+        with pytest.raises(ValueError, match=rf"^ReadAtOnce.__getitems__.* {why}.*: return \[\]"):
+            PoissonLoader(DataLoader(dataset, batch_size=4), key=KEY)
     loader = PoissonLoader(DataLoader(ReadAtOnce(0), batch_size=4), key=KEY, sample_rate=1e-9)
     assert [tuple(x.shape) for x in loader] == [(0, 2), (0, 2)]
+
+
+class Columns(ReadAtOnce):
+    def __getitems__(self, indices):
+        return {"x": torch.zeros(len(indices), 2)}
+
+
+def as_read(samples):
+    return samples
+
+
+def test_a_data_set_that_reads_columns():
+    """A batch without samples has columns without rows."""
+    original = DataLoader(Columns(None), batch_size=4, collate_fn=as_read)
+    loader = PoissonLoader(original, key=KEY, sample_rate=1e-9)
+    assert [tuple(batch["x"].shape) for batch in loader] == [(0, 2), (0, 2)]
