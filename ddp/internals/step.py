@@ -196,10 +196,16 @@ class Step:
 
         Raises:
             RuntimeError: naming parameters that got no gradient, or one that was changed before
-                its gradient was reduced; the step is discarded.
+                its gradient was reduced, or where the backward has failed; the step is discarded.
         """
         self._raise_if_changed(discard_in=wrapper)
         if wrapper.find_unused_parameters:
+            if self.has_failed():  # what it has not reached would pass for unused
+                self.discard(wrapper)
+                raise RuntimeError(
+                    "the backward of this step has failed, so its gradients are discarded: go on "
+                    "with the next batch"
+                )
             return True
         trainable = any([p.requires_grad for p in self._gradients.parameters])
         if not self._schedule.arrivals and not trainable:

@@ -23,8 +23,8 @@ READ = {  # what a learner reads to understand a variant, and the lines that it 
     "ddp.sharded.fsdp": ([*SLICED, "ddp.sharded.units"], 485),
     "ddp.diloco": (BASE, 461),
 }
-CLOSURE = 1820  # lines of all modules of the course that the first four variants import
-ALL = 5290
+CLOSURE = 1825  # lines of all modules of the course that the first four variants import
+ALL = 5295
 
 
 def imports_of(path: Path) -> set[str]:

@@ -74,6 +74,23 @@ def test_a_failed_backward_does_not_poison_the_next_step(ranks, hand_built, plac
     ranks.run(2, failed_backward, hand_built, places, unused)
 
 
+def finished_failure(context: Context, name: str) -> None:
+    pair = Beside(context, name, FailingChain(), find_unused_parameters=True)
+    for step in range(2):
+        pair.model.module.fails_at = 2
+        with pytest.raises(ArithmeticError):
+            chain_loss(50 + step)(pair.model, context.rank).backward()
+        pair.model.module.fails_at = None
+        with pytest.raises(RuntimeError, match=r"backward of this step has failed.*next batch"):
+            pair.model.finish_gradient_synchronization()
+        pair.model.finish_gradient_synchronization()  # nothing is left to finish
+        pair.step(chain_loss(step))
+
+
+def test_what_a_failed_backward_has_not_reached_is_not_unused(ranks, hand_built):
+    ranks.run(2, finished_failure, hand_built)
+
+
 @on_ranks(1)
 def test_a_backward_that_fails_before_its_first_gradient_is_seen(context: Context) -> None:
     """It is seen, until the next training forward discards it; one that ends well is none."""
