@@ -60,6 +60,7 @@ class RankPool:
         self.environment, self.seconds = environment or {}, seconds
         self._processes: list = []
         self._pipes: Sequence[Connection] = ()
+        self._folder: tempfile.TemporaryDirectory | None = None  # where the ranks meet
 
     def run(self, world_size: int, function: Callable, *arguments: Any) -> list[Any]:
         """Calls `function(context, *arguments)` on the first ranks; returns what each returned.
@@ -94,10 +95,13 @@ class RankPool:
                 process.kill()
             process.join(20)
         self._processes, self._pipes = [], ()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self) -> None:
         context = mp.get_context("spawn" if self.device_type == "cuda" else "forkserver")
-        store = Path(tempfile.mkdtemp()) / "store"
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        store = Path(self._folder.name) / "store"
         self._pipes, ends = zip(*(context.Pipe() for _ in range(self.size)), strict=True)
         self._processes = [
             context.Process(

@@ -92,6 +92,8 @@ def read_keys(path: Path) -> list[Keys]:
         *lines, rest = path.read_bytes().decode("ascii", "replace").split("\n")
     except FileNotFoundError:
         return []
+    except IsADirectoryError:
+        lines, rest = [], ""
     found = [LINE.fullmatch(line) for line in lines]
     if rest or not lines or not all(found):
         raise ValueError(f"{path} is not a key file, or is cut short: move it away or restore it")

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ddp_by_hand.lm import launch, watch
 from ddp_by_hand.lm.launch import run_ranks
+from ddp_by_hand.lm.rank_pool import RankPool
 from ddp_by_hand.lm.watch import (
     Cause,
     Watch,
@@ -108,6 +110,15 @@ def test_ranks_die_with_a_killed_parent(started):
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_pool_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = RankPool(1)
+    pool.run(1, call, "pass")
+    pool.close()
+    left = [path.name for path in tmp_path.iterdir()]
+    assert [name for name in left if not name.startswith("pymp-")] == []  # those of Python
 
 
 def is_running(number: int) -> bool:

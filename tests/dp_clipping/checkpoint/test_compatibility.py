@@ -128,6 +128,14 @@ class TestKeys:
             assert "abab" not in str(caught.value)
         assert key_path(path).read_bytes() == content
 
+    def test_a_folder_in_its_place_is_refused(self, path):
+        run = saved(path)
+        key_path(path).unlink()
+        key_path(path).mkdir()
+        for use in (load, save):
+            with pytest.raises(ValueError, match="is not a key file|is a folder"):
+                use(run, path)
+
     @pytest.mark.parametrize(
         "change",
         [
