@@ -31,6 +31,7 @@ from ddp_by_hand.measure import options
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = [p.parent for p in sorted((ROOT / "dp_clipping").rglob("__init__.py"))]
+SLOW = ("post_training.md",)  # whose blocks train with TRL
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs/proofs").glob("*.md")),
@@ -269,7 +270,11 @@ def group_of_one():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "path",
-    [path for path in DOCUMENTS if "```python" in path.read_text()],
+    [
+        pytest.param(path, marks=pytest.mark.slow) if path.name in SLOW else path
+        for path in DOCUMENTS
+        if "```python" in path.read_text()
+    ],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_python_blocks_run(path, group_of_one, tmp_path, monkeypatch):

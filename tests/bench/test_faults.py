@@ -46,6 +46,7 @@ def check(run, folder, names) -> None:
     assert len(causes(run)) == len(names)
 
 
+@pytest.mark.slow
 def test_wrong_ones_and_a_raising_one(tmp_path):
     """With a right one beside them: all are measured, and the exit status says it."""
     names = ["Forgetful", "Raising", "Poisonous", "Uphill", "Minimal"]

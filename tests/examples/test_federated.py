@@ -50,6 +50,7 @@ def weight(path: Path) -> torch.Tensor:
     return torch.load(path, weights_only=True)["module_state_dict"]["weight"]
 
 
+@pytest.mark.slow
 def test_a_run_states_epsilon_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     whole, again = tmp_path / "whole/round.pt", tmp_path / "again/round.pt"
     save = PrivacyEngine.save_checkpoint

@@ -97,6 +97,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(table, tmp_path, capsys, monkeypatch
     assert steps == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_saved_model_and_a_file_of_options(table, tmp_path, capsys):
     config = transformers.GPT2Config(
         vocab_size=257, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=256,

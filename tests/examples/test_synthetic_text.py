@@ -20,6 +20,7 @@ SMALL = [
 VALID = '{"name":"f","args":1,"lines":2,"doc":0}'
 
 
+@pytest.mark.slow
 def test_a_run_states_epsilon_and_resumes_bit_for_bit(tmp_path, capsys, monkeypatch):
     whole, again = tmp_path / "whole", tmp_path / "again"
     monkeypatch.setattr(synthetic_text, "generate", lambda *_: [VALID, VALID[:9], '{"name":1}'])

@@ -64,6 +64,7 @@ def test_pictures_have_one_use_each():
     torch.testing.assert_close(everything.norm(dim=1), torch.ones(len(everything)))
 
 
+@pytest.mark.slow
 def test_units_with_all_and_with_some_examples_spend_the_budget_on_as_many_pictures(capsys):
     words = "--most 8 --rows 16 --steps 4 --drawn 2"
     assert examples_per_step.main([*SMALL.split(), *words.split()]) == 0

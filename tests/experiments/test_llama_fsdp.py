@@ -69,6 +69,7 @@ def grid(tmp_path_factory):
     return arguments, folder, run_forked(command, ROOT, environment, 300)
 
 
+@pytest.mark.slow
 def test_grid_writes_results_pictures_and_summary(grid):
     _, folder, run = grid
     assert run.returncode == 0, run.stderr
@@ -97,6 +98,7 @@ def test_grid_writes_results_pictures_and_summary(grid):
     assert not (folder / ".cell.json").exists()
 
 
+@pytest.mark.slow
 def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid):
     arguments, folder, _ = grid
     page = Page((folder / "report.html").read_text())
@@ -113,6 +115,7 @@ def test_the_report_has_the_numbers_of_the_results_and_the_token_is_nowhere(grid
         assert SECRET.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_rerun_measures_nothing_again(grid, capsys, monkeypatch):
     arguments, folder, _ = grid
     before = (folder / "results.jsonl").read_bytes()
@@ -122,6 +125,7 @@ def test_a_rerun_measures_nothing_again(grid, capsys, monkeypatch):
     assert (folder / "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_other_settings_need_another_folder(grid, capsys):
     arguments, _, _ = grid
     assert main([*arguments, "--sigma", "2"]) == 2
@@ -302,6 +306,7 @@ def test_summary_has_ratios_of_each_length_and_failures():
     assert "8 x NVIDIA H200" in text
 
 
+@pytest.mark.slow
 def test_a_flash_mode_without_kernels_says_what_it_ran_as(grid, tmp_path):
     if torch.cuda.is_available() or available(torch.device("cpu"), torch.float32):
         pytest.skip("kernels run here")
@@ -381,6 +386,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_dry_run_lists_what_is_left(grid, capsys):
     arguments, folder, _ = grid
     before = {path: path.read_bytes() for path in files_below(folder)}

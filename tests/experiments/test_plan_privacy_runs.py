@@ -70,6 +70,7 @@ def counted(monkeypatch):
     return done
 
 
+@pytest.mark.slow
 def test_calibration_is_resumed_and_checked(text, counted, monkeypatch, tmp_path):
     quick_noise(monkeypatch)
     folder, lines = tmp_path / "runs", []

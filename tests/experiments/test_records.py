@@ -224,6 +224,7 @@ def text_of(sequences: int) -> Text:
     return Text(tokens[:sequences], tokens[sequences:], "a digest")
 
 
+@pytest.mark.slow
 def test_a_language_model_is_fine_tuned_from_public_text(monkeypatch):
     text = text_of(32)
     monkeypatch.setattr(train, "private_text", lambda: text)
@@ -300,6 +301,7 @@ def test_a_row_is_trained_once_by_each_engine(program, capsys):
     assert "seed" not in capsys.readouterr().out.partition("score: accuracy")[0]
 
 
+@pytest.mark.slow
 def test_tuning_leaves_the_test_images_alone(program, fashion, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(records, "run", lambda *a: seen.append(a[-1]) or train.run(*a))

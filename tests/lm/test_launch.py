@@ -97,7 +97,7 @@ def call(_context, code: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl, /proc")
-@pytest.mark.parametrize("started", [by_run_ranks, in_pool])
+@pytest.mark.parametrize("started", [by_run_ranks, pytest.param(in_pool, marks=pytest.mark.slow)])
 def test_ranks_die_with_a_killed_parent(started):
     child = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
     process = subprocess.Popen(

@@ -33,6 +33,7 @@ def test_summarize_refuses(bad):
 
 
 @pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.slow
 def test_interval_covers_the_true_ratio_and_sees_a_clear_difference(paired):
     generator, intervals = np.random.default_rng(1), []
     for run in range(100):

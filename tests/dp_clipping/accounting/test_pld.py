@@ -46,7 +46,8 @@ def test_it_is_between_the_estimates_of_dp_accounting():
         assert low <= epsilon([(sigma, rate, steps)], 1e-5) <= 1.01 * high, (sigma, rate, steps)
 
 
-@pytest.mark.parametrize("grid", [FEW, pytest.param(GRID, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [FEW, GRID], ids=["few", "all"])
 def test_it_takes_a_second_and_a_half_at_most_and_grows_as_it_must(grid):
     """With less noise, more steps and more sampling."""
     epsilon([(1.0, 0.1, 1)], 1e-5)  # imports

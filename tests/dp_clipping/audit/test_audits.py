@@ -73,6 +73,7 @@ class TestTheRightProduct:
         ],
         ids=["units", "views", "adaptive"],
     )
+    @pytest.mark.slow
     def test_settings(self, changes):
         """With little noise, most canaries that were in a batch are told."""
         found = audited(noise_multiplier=0.3, **SMALL, **changes)

@@ -199,7 +199,7 @@ def test_a_layer_that_gets_the_first_samples_alone_is_refused():
         private_loss(private(network), batch, zoo.product)
 
 
-@pytest.mark.parametrize("larger", [(6, 12), (4, 24)])
+@pytest.mark.parametrize("larger", [(6, 12), pytest.param((4, 24), marks=pytest.mark.slow)])
 def test_flattened_parts_in_compiled_code(larger: tuple[int, int]) -> None:
     """Sees parts that no batch before had, of more samples or of more tokens."""
 
@@ -276,8 +276,8 @@ class Flattening(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-@pytest.mark.parametrize("is_computed_again", [True, False])
+@pytest.mark.parametrize("is_whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_computed_again", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compiled_blocks_share_code_in_which_flattened_samples_are_counted(
     is_whole: bool, is_computed_again: bool
 ) -> None:

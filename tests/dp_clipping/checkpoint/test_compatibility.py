@@ -133,7 +133,7 @@ class TestKeys:
         key_path(path).unlink()
         key_path(path).mkdir()
         for use in (load, save):
-            with pytest.raises(ValueError, match="is not a key file|is a folder"):
+            with pytest.raises(ValueError, match=r"is not a key file|is a folder"):
                 use(run, path)
 
     @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from ddp import wrap
-from tests.support import seeds
 
 STEPS = 2
 CASES = {
@@ -19,15 +18,6 @@ CASES = {
     "dpo with a reference model": ("dpo", False, {}),
     "dpo with precomputed reference": ("dpo", True, {"precompute_ref_log_probs": True}),
 }
-FAST = "dpo"  # on two ranks: each imports for seconds
-
-
-@pytest.fixture
-def two_ranks():
-    """Starts ranks for one test: Accelerate waits for all ranks that there are."""
-    pool = seeds.Ranks(2)
-    yield pool
-    pool.close()
 
 
 def made(context, folder: Path, case: str):
@@ -94,18 +84,16 @@ def refused_in_memory(context, folder: Path, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:noise and sampling come from a fixed seed")
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c == FAST else pytest.mark.slow) for c in CASES]
-)
-def test_ranks_are_one_process(case, cpu_ranks, two_ranks, tmp_path):
-    pool = two_ranks if case == FAST else cpu_ranks
+@pytest.mark.slow  # each rank imports for seconds
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_are_one_process(case, cpu_ranks, tmp_path):
     if "precomputed" in case:
         from tests.dp_clipping.integrations.test_trl import preferences
 
-        pool.run(pool.size, refused_in_memory, tmp_path, case)
+        cpu_ranks.run(cpu_ranks.size, refused_in_memory, tmp_path, case)
         preferences(16).save_to_disk(str(tmp_path / "pairs"))
     expected, counted = trained(tmp_path / "alone", case)
-    of_ranks = pool.run(pool.size, trained_and_resumed, tmp_path, case)
+    of_ranks = cpu_ranks.run(cpu_ranks.size, trained_and_resumed, tmp_path, case)
     for found, own, _ in of_ranks:
         assert own == counted
         for name, x in expected.items():

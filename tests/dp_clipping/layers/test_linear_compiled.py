@@ -326,6 +326,8 @@ LONG = (
     a_forward_that_saves_little_is_planned_again,
     transposed_weights_and_autocast,
     a_second_look_up_leaves_all_samples_out,
+    a_second_use_leaves_all_samples_out,
+    another_number_of_tokens_is_refused,
 )
 
 

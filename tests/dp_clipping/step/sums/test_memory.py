@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,5 +104,6 @@ def check_peak() -> None:
     assert private <= 1.05 * ordinary
 
 
+@pytest.mark.slow
 def test_kept_gradients_leave_room_for_a_convolution_before_them(interpreter):
     interpreter.run(check_peak)
