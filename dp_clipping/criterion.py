@@ -140,7 +140,7 @@ class PrivateCriterion(nn.Module):
     def _of_no_samples(self, args: tuple, kwargs: dict) -> Tensor:
         """Returns losses [0] of an empty batch, which many criterions (CTC) do not take."""
         sums = [x.float().sum() for x in tensors_of((args, kwargs)) if x.requires_grad]
-        return (sum(sums[1:], sums[0]) if sums else torch.zeros(())).expand(0)
+        return (sum(sums[1:], sums[0]) if sums else torch.zeros((), device="cpu")).expand(0)
 
     def _per_sample(self, *args: Any, shape: tuple[int, ...] | None, **kwargs: Any) -> Tensor:
         if shape is not None and not (isinstance(shape, tuple) and len(shape) > 1):
@@ -195,7 +195,7 @@ def _lengths_of_targets(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any
 ) -> Tensor:
     """Returns the last argument of `nn.CTCLoss`."""
-    return torch.as_tensor(target_lengths)
+    return torch.as_tensor(target_lengths, device=log_probs.device)
 
 
 class _Function(nn.Module):

@@ -240,7 +240,7 @@ def flush_ready_nodes() -> None:
     Its nodes hold activations until another backward runs in the thread: a trivial one does.
     """
     with torch.enable_grad():
-        nothing = torch.zeros((), requires_grad=True)
+        nothing = torch.zeros((), requires_grad=True, device="cpu")
         torch.autograd.grad(nothing + 0, nothing)
 
 

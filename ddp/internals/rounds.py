@@ -81,7 +81,7 @@ def load(wrapper: Any, number: int, optimizer: Optimizer, state: dict[str, Any])
     wrapper.momentum = wrapper.momentum or [torch.zeros_like(p) for p in parameters]
     for k, i in index_of.items():
         if i >= 0:
-            wrapper.momentum[i].copy_(found["momentum"].get(k, torch.zeros(())))
+            wrapper.momentum[i].copy_(found["momentum"].get(k, torch.zeros((), device="cpu")))
             if k in values:
                 wrapper.start[i].copy_(found["start"][k])
                 parameters[i].copy_(values[k])

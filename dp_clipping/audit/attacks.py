@@ -53,7 +53,7 @@ def likelihood(y: Tensor, spread: Tensor, sample_rate: float) -> Tensor:
         spread: s of each step, [steps].
         sample_rate: q.
     """
-    q = torch.tensor(sample_rate, dtype=torch.float64)
+    q = torch.tensor(sample_rate, dtype=torch.float64, device="cpu")
     ratio = (2 * y - 1) / (2 * spread[:, None] ** 2)
     return torch.logaddexp((1 - q).log(), q.log() + ratio).sum(0)
 

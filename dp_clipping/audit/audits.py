@@ -106,7 +106,7 @@ class Audits(Accounts):
         audited = Audited(module, optimizer, criterion, data_loader, arguments)
         with audited.untouched():
             keys, draw = audited.seeds()
-            included = torch.rand(canaries, generator=draw) < 0.5
+            included = torch.rand(canaries, generator=draw, device="cpu") < 0.5
             engine: Any = type(self)(accountant=self.accountant.mechanism())
             rate, steps = audited.sampled.rates
             private = _make_private(
@@ -299,7 +299,7 @@ def _run(
             gradients.append(table.grad[:-1, 0].double().cpu() * divisor / clip_norm)
             spreads.append(sigma * state.sensitivity / clip_norm)
             optimizer.zero_grad()
-    return torch.stack(gradients), torch.tensor(spreads, dtype=torch.float64)
+    return torch.stack(gradients), torch.tensor(spreads, dtype=torch.float64, device="cpu")
 
 
 def _replay(

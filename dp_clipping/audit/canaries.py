@@ -69,7 +69,7 @@ def tagged_loader(
     collate = loader.collate_fn
 
     def collate_tagged(samples: list[tuple[float, Any]]) -> tuple[Tensor, Any]:
-        tags = torch.tensor([tag for tag, _ in samples])
+        tags = torch.tensor([tag for tag, _ in samples], device="cpu")
         return tags if batch_first else tags[None], collate([item for _, item in samples])
 
     return DataLoader(

@@ -265,7 +265,7 @@ class LayerCall:
 
 def fixed_like(y: Tensor) -> Tensor:
     """Returns a gradient of an output: each element has its own, which is always the same."""
-    return torch.arange(1.0, y.numel() + 1).sin().view(y.shape).to(y)
+    return torch.arange(1.0, y.numel() + 1, device="cpu").sin().view(y.shape).to(y)
 
 
 def gradients_of(outputs: list[Tensor], parameters: list[Parameter]) -> tuple[Tensor | None, ...]:

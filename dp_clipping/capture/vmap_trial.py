@@ -379,8 +379,8 @@ def _learns(handle: LayerState, few: list[list[Noted]], more: list[list[Noted]])
 
 def _values(made: Any) -> list[Tensor]:
     """Returns the tensors of what a module returns, and its numbers, as a count of rows is one."""
-    numbers = [x for x in tree_leaves(made) if isinstance(x, int | float)]
-    return [*tensors_in(made), *map(torch.tensor, map(float, numbers))]
+    numbers = [float(x) for x in tree_leaves(made) if isinstance(x, int | float)]
+    return [*tensors_in(made), *torch.tensor(numbers, device="cpu")]
 
 
 def _numbers_in(*roots: Any) -> list[tuple[str, Any]]:

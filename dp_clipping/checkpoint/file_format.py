@@ -217,7 +217,11 @@ def _check_entry(entry: Any, torch_kwargs: Mapping[str, Any], refusal: str) -> N
     """Raises ValueError with this message unless the entry can be written and read again."""
     buffer = BytesIO()
     try:
-        torch.save(tree_map_only(Tensor, lambda _: torch.empty(0), entry), buffer, **torch_kwargs)
+        torch.save(
+            tree_map_only(Tensor, lambda _: torch.empty(0, device="cpu"), entry),
+            buffer,
+            **torch_kwargs,
+        )
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:

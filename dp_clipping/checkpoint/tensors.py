@@ -153,7 +153,7 @@ def room_for(run: PrivateRun, saved: State, known: Mapping[str, Tensor]) -> dict
         if model is not None and model.shape == x.shape and (x.dim() or entry == MODULE):
             room[full_name] = torch.empty_like(model, dtype=x.dtype, requires_grad=False)
         elif entry == OPTIMIZER:
-            room[full_name] = torch.empty(x.shape, dtype=x.dtype)
+            room[full_name] = torch.empty(x.shape, dtype=x.dtype, device="cpu")
         else:
             raise ValueError(
                 f"{name} is {list(x.shape)} in the checkpoint and {list(model.shape)} in this model"

@@ -72,8 +72,10 @@ def register_clipping_function(name: str, fn: ClippingFunction, bound: float = 1
             "1; divide the coefficients of a function that exceeds it"
         )
     for limit in LIMITS:
-        norms = limit * torch.tensor(_PROBES, dtype=torch.float64)
-        _check_function(name, fn, float(bound), norms, torch.tensor(limit, dtype=torch.float64))
+        norms = limit * torch.tensor(_PROBES, dtype=torch.float64, device="cpu")
+        _check_function(
+            name, fn, float(bound), norms, torch.tensor(limit, dtype=torch.float64, device="cpu")
+        )
     mine = fn, float(bound)
     if _digest(*_REGISTERED.setdefault(name, mine)) != _digest(*mine):
         raise ValueError(
@@ -113,8 +115,8 @@ def described(name: str) -> str:
 def _digest(fn: ClippingFunction, bound: float) -> str:
     values = [bound]
     for limit in LIMITS:
-        norms = limit * torch.tensor(_PROBES[1:], dtype=torch.float64)
-        values += fn(norms, torch.tensor(limit, dtype=torch.float64)).tolist()
+        norms = limit * torch.tensor(_PROBES[1:], dtype=torch.float64, device="cpu")
+        values += fn(norms, torch.tensor(limit, dtype=torch.float64, device="cpu")).tolist()
     text = " ".join(f"{value:.4g}" for value in values)  # another processor may round otherwise
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 

@@ -70,14 +70,14 @@ class Agreement:
 
     def sums(self, counts: list[int]) -> list[int]:
         """Returns the sums of each count over the ranks; every rank calls it."""
-        total = torch.tensor(counts)
+        total = torch.tensor(counts, device="cpu")
         dist.all_reduce(total, group=self._group)
         return total.tolist()
 
     def _launch(self, settings: Settings) -> tuple[torch.Tensor, Any]:
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little") >> 1  # of 63 bits, so that it can be negated
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number], device="cpu")
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return extremes, work
 

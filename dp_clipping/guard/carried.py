@@ -158,7 +158,9 @@ class Carried:
             return
         for last in range(2):
             subject = _AfterAnother(self.state, self._run, batches, last)
-            differing = Probe(subject).differing(Perturbed(torch.tensor([1]), torch.tensor([True])))
+            differing = Probe(subject).differing(
+                Perturbed(torch.tensor([1], device="cpu"), torch.tensor([True], device="cpu"))
+            )
             if differing:
                 names = sorted(key[1] for key in differing if key[0] is NAMES and len(key) > 1)
                 names = names or sorted({change.name for change in subject.changes})
@@ -279,6 +281,6 @@ def _collect(found: dict[str, int], name: str, value: Any, depth: int) -> None:
     elif isinstance(value, set | frozenset):
         found[name] = hash(frozenset(value))
     elif hasattr(value, "__array__"):
-        _collect(found, name, torch.as_tensor(value), depth + 1)
+        _collect(found, name, torch.as_tensor(value, device="cpu"), depth + 1)
     elif is_opened(type(value)) and hasattr(value, "__dict__"):
         _collect(found, name, vars(value), depth + 1)

@@ -168,7 +168,7 @@ class Criterion:
         }
         self._likeliest = {n: found[0] for n, found in self._places.items()}
         self._given: dict[int, Layout] = {}  # where samples are exchanged
-        self._rows = torch.arange(size)
+        self._rows = torch.arange(size, device="cpu")
 
     def check(self, number: int) -> None:
         """Raises ValueError if a sample's loss depends on others.
@@ -179,12 +179,12 @@ class Criterion:
         """
         size = self._size
         most = min(size, max(2, (size + 1) // 2, 3 * size // 4 - 1))
-        parts = [torch.arange(most), torch.arange(size - most, size)]
+        parts = [torch.arange(most, device="cpu"), torch.arange(size - most, size, device="cpu")]
         if sum(x.numel() * x.element_size() for x in self._tensors) <= SMALL:
-            parts = [torch.arange(size)]
+            parts = [torch.arange(size, device="cpu")]
         if not self._ragged and all(self._agree(rows, number) for rows in parts):
             return
-        self._given, self._rows = {}, torch.arange(size)
+        self._given, self._rows = {}, torch.arange(size, device="cpu")
         probe, places = Probe(self), self._likeliest
         for perturbed in halves(size, number):
             if self._agrees(probe, self._likeliest, perturbed) is not True:

@@ -62,7 +62,7 @@ class Observer:
         self, capture: CapturedNetwork, layouts_of: LayoutsOf, batch: Batch, rows: Sequence[int]
     ):
         self._capture, self._layouts_of, self._batch = capture, layouts_of, batch
-        self._rows, self.device = torch.tensor(rows), capture.trigger.device
+        self._rows, self.device = torch.tensor(rows, device="cpu"), capture.trigger.device
 
     def run(self, perturbed: Perturbed | None = None, seed: int | None = None) -> Seen:
         """Observes a run.
@@ -73,11 +73,13 @@ class Observer:
         """
         batch, rows, first = self._batch, self._rows, 1
         drawn = len(rows) + len(SIDES)  # gradients: the same for a sample that has other places
-        scale = torch.ones(len(rows))
+        scale = torch.ones(len(rows), device="cpu")
         if perturbed is not None:
             rows = rows[perturbed.rows]
             first = 0 if perturbed.more == "front" else 1
-            others = torch.tensor(FACTORS).repeat(len(rows) // len(FACTORS) + 1)[: len(rows)]
+            others = torch.tensor(FACTORS, device="cpu").repeat(len(rows) // len(FACTORS) + 1)[
+                : len(rows)
+            ]
             scale = torch.where(perturbed.same, 1.0, others)
             if perturbed.larger is not None:
                 batch = batch.with_factor(int(rows[perturbed.larger]), LARGE)
@@ -140,7 +142,7 @@ class Observer:
         ys, gradients = zip(*starts, strict=True)
         leaves = set[Tensor]().union(*map(leaves_of, ys))
         others = [x for x in leaves if not isinstance(x, nn.Parameter)]
-        anchor = torch.zeros((), requires_grad=True)  # there may be no other leaf
+        anchor = torch.zeros((), requires_grad=True, device="cpu")  # there may be no other leaf
         inputs = list({id(x): x for x in [*triggers, *others, anchor]}.values())
         with (
             nullcontext() if sharding is None else sharding.backward(),

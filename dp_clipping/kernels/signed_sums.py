@@ -64,7 +64,9 @@ def _bits(device: torch.device) -> Tensor:
     """Returns [PIECE + PIECES] bytes, of which each low bit is one sign."""
     draw = torch.Generator().manual_seed(0)
     count = PIECE + PIECES
-    return torch.randint(1 << SIGNS, (count,), generator=draw, dtype=torch.uint8).to(device)
+    return torch.randint(1 << SIGNS, (count,), generator=draw, dtype=torch.uint8, device="cpu").to(
+        device
+    )
 
 
 @lru_cache(maxsize=8)

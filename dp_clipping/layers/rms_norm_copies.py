@@ -78,9 +78,9 @@ def _computes(plain: Any, kind: str) -> bool:
         setattr(layer, COPIES[kind][0], EPS)
         with torch.no_grad(), same_randomness():
             for of_weight, of_input, shape, is_training in cases:
-                weight = torch.randn(WIDTH, generator=draw).to(of_weight)
+                weight = torch.randn(WIDTH, generator=draw, device="cpu").to(of_weight)
                 layer.weight, layer.training = nn.Parameter(weight), is_training
-                x = (3 * torch.randn(shape, generator=draw)).to(of_input)
+                x = (3 * torch.randn(shape, generator=draw, device="cpu")).to(of_input)
                 y, expected = plain.forward(layer, x.clone()), copied(kind, x, weight, EPS)[0]
                 if y.dtype != expected.dtype or not torch.equal(y, expected):
                     return False

@@ -286,7 +286,7 @@ def per_sample(function: Any, arguments: dict[str, Any], batch_size: int) -> Ten
 def _counted(function: Any, arguments: dict[str, Any], losses: Tensor) -> Tensor:
     """Returns how much each entry counts in a mean, in the shape of the losses."""
     if function is F.ctc_loss:
-        return torch.as_tensor(arguments["target_lengths"]).to(losses)
+        return torch.as_tensor(arguments["target_lengths"], device=losses.device).to(losses)
     target = arguments["target"]
     if function not in OF_CLASSES or target.is_floating_point():
         return torch.ones_like(losses)

@@ -69,7 +69,7 @@ def refuse_reentrant(error: RuntimeError) -> None:
         raise RuntimeError(REENTRANT) from error
 
 
-ANCHOR = torch.zeros((), requires_grad=True)  # a leaf of all that was read of losses
+ANCHOR = torch.zeros((), requires_grad=True, device="cpu")  # a leaf of all that was read of losses
 
 
 class ReadOnly(Function):

@@ -161,7 +161,9 @@ def add_noise_to_short(
     rows = [-(-size // ROW) or 1 for size in sizes]
     firsts = list(accumulate(rows, initial=0))
     words = torch.frombuffer(array("q", chain.from_iterable(streams)), dtype=torch.int64)
-    table = torch.cat([words.view(-1, 4), torch.tensor(firsts[:-1])[:, None]], 1).to(device)
+    table = torch.cat([words.view(-1, 4), torch.tensor(firsts[:-1], device="cpu")[:, None]], 1).to(
+        device
+    )
     *own, begin = table.repeat_interleave(torch.tensor(rows, device=device), 0)[..., None].unbind(1)
     numbers = torch.arange(firsts[-1], device=device)[:, None] - begin
     counters = numbers * each + torch.arange(each, device=device)

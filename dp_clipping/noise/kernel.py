@@ -65,7 +65,9 @@ class StreamTable:
         words = _words_in_rows(streams)
         rows = [[*addresses, *words[n]] for n, addresses in self._rows]
         if rows:
-            table = torch.tensor(rows, dtype=torch.int64, pin_memory=self._words.is_cuda)
+            table = torch.tensor(
+                rows, dtype=torch.int64, pin_memory=self._words.is_cuda, device="cpu"
+            )
             self._words[: len(rows)].copy_(table, non_blocking=True)
 
 
@@ -191,7 +193,8 @@ def pieces_of(
     """
     counts = [-(-n // each) for n in sizes]
     pairs = [
-        torch.stack((torch.full((c,), i), torch.arange(c)), dim=1) for i, c in enumerate(counts)
+        torch.stack((torch.full((c,), i, device="cpu"), torch.arange(c, device="cpu")), dim=1)
+        for i, c in enumerate(counts)
     ]
     return torch.cat(pairs).to(device)
 

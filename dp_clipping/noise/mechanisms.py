@@ -138,7 +138,7 @@ def lower_bound(quantile: Quantile, sigma: float, delta: float) -> float:
 
 def _tails(quantile: Quantile, sigma: float) -> tuple[Tensor, Tensor]:
     """Returns P[z > t − 1/σ] and P[z > t] at many t."""
-    u = torch.sigmoid(torch.linspace(-30, 30, GRID, dtype=torch.float64))
+    u = torch.sigmoid(torch.linspace(-30, 30, GRID, dtype=torch.float64, device="cpu"))
     z = quantile(u.clone()).double()
     above = torch.searchsorted(z, z - 1 / sigma).clamp(max=GRID - 1)
     return 1 - u[above], 1 - u
@@ -151,19 +151,19 @@ def _bound(more: Tensor, less: Tensor, delta: float) -> float:
 
 def _grid(points: int) -> Tensor:
     """Returns the middles of `points` equal parts of (0, 1)."""
-    return (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    return (torch.arange(points, dtype=torch.float64, device="cpu") + 0.5) / points
 
 
 def _check_quantile(mechanism: NoiseMechanism) -> None:
     where = f"quantile of noise mechanism {mechanism.name!r}"
-    ends = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
+    ends = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64, device="cpu")
     u = torch.cat((ends[:1], _grid(GRID), ends[1:]))
     z = mechanism.quantile(u.clone())
     if not isinstance(z, Tensor) or z.shape != u.shape or not z.is_floating_point():
         raise ValueError(f"{where} must return a number for each, a tensor [n]")
     if not z.isfinite().all():
         raise ValueError(f"{where} is not finite at {u[~z.isfinite()][0].item():g}")
-    some = torch.arange(0, len(u), len(u) // 7)
+    some = torch.arange(0, len(u), len(u) // 7, device="cpu")
     again = torch.cat([mechanism.quantile(u[i : i + 1].clone()) for i in some.tolist()])
     if not torch.allclose(again, z[some], rtol=1e-6):
         raise ValueError(f"{where} gives a number another value alone, or is random")

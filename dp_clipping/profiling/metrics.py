@@ -75,7 +75,11 @@ class StepMetrics:
             }
         if "loss" in self.unprotected:
             reducer, kept = model.step_context.reducer, model.step_state.losses
-            here = torch.stack(kept).sum(0) if kept else torch.zeros(2, dtype=torch.float64)
+            here = (
+                torch.stack(kept).sum(0)
+                if kept
+                else torch.zeros(2, dtype=torch.float64, device="cpu")
+            )
             table = here.to(device=reducer.device, dtype=torch.float64)
             what = "the losses of a step"
             total, count = reducer.data.sum(table, what, "async").wait().tolist()

@@ -140,7 +140,7 @@ def beside(whole: Any, one: Any) -> Iterator[tuple[Tensor, Tensor]]:
             native = whole.dtype.newbyteorder("=")
             yield torch.from_numpy(whole.astype(native)), torch.from_numpy(one.astype(native))
     elif type(whole) is type(one) is int:
-        yield torch.tensor(whole), torch.tensor(one)
+        yield torch.tensor(whole, device="cpu"), torch.tensor(one, device="cpu")
     elif isinstance(whole, Mapping):
         for key in whole:
             if key in one:

@@ -69,9 +69,13 @@ class CollateWithEmpty:
         if isinstance(one, PackedSequence):
             return one._replace(data=self._dummy(one.data, generator))
         if isinstance(one, Tensor):
-            return torch.randint(2, one.shape, generator=generator).to(one)
+            return torch.randint(2, one.shape, generator=generator, device="cpu").to(one)
         if isinstance(one, np.ndarray):
-            return torch.randint(2, one.shape, generator=generator).numpy().astype(one.dtype)
+            return (
+                torch.randint(2, one.shape, generator=generator, device="cpu")
+                .numpy()
+                .astype(one.dtype)
+            )
         return _map_entries(lambda entry: self._dummy(entry, generator), one)
 
 

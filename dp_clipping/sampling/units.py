@@ -56,7 +56,7 @@ class Units:
         if self.most is None:
             held = torch.cat((self.members, self.starts))
         else:
-            held = self._first(torch.arange(len(self)), self.most)
+            held = self._first(torch.arange(len(self), device="cpu"), self.most)
         return hashlib.blake2b(held.numpy().tobytes(), digest_size=16).digest()
 
     def examples(self, units: Tensor, key: bytes, number: int) -> list[int]:
@@ -74,12 +74,14 @@ class Units:
         (larger,) = (counts > self.size).nonzero(as_tuple=True)
         if len(larger):
             chosen = _chosen(key, number, units[larger], counts[larger].tolist(), self.size)
-            rows[larger] = self.members[self.starts[units[larger], None] + torch.tensor(chosen)]
+            rows[larger] = self.members[
+                self.starts[units[larger], None] + torch.tensor(chosen, device="cpu")
+            ]
         return rows.flatten().repeat_interleave(self.views).tolist()
 
     def _first(self, units: Tensor, count: int) -> Tensor:
         """Returns the first examples of units, [units, count]; the last one again for fill."""
-        places = self.starts[units, None] + torch.arange(count)
+        places = self.starts[units, None] + torch.arange(count, device="cpu")
         return self.members[torch.minimum(places, self.starts[units + 1, None] - 1)]
 
 
@@ -134,8 +136,8 @@ def units_of(
     assert size is not None
     if unit_ids is None:
         assert most is not None
-        starts = torch.arange(0, examples + most, most).clamp(max=examples)
-        return Units(torch.arange(examples), starts, size, most, views=views)
+        starts = torch.arange(0, examples + most, most, device="cpu").clamp(max=examples)
+        return Units(torch.arange(examples, device="cpu"), starts, size, most, views=views)
     rows: dict[Hashable, list[int]] = {}
     for index, unit in enumerate(_plain(unit_ids)):
         rows.setdefault(unit, []).append(index)
@@ -153,8 +155,10 @@ def units_of(
             f"that one may have: give examples_per_unit={largest}, or leave it out and give "
             "examples_per_step=1, with which each step draws one of a unit's examples"
         )
-    members = torch.tensor([index for own in rows.values() for index in own], dtype=torch.int64)
-    starts = torch.tensor([0, *counts]).cumsum(0)
+    members = torch.tensor(
+        [index for own in rows.values() for index in own], dtype=torch.int64, device="cpu"
+    )
+    starts = torch.tensor([0, *counts], device="cpu").cumsum(0)
     return Units(members, starts, size, most, are_named=True, views=views)
 
 
@@ -222,7 +226,7 @@ def fill_of(rows: Sequence[int], size: int, views: int = 1) -> Tensor | None:
     """
     if size == views:
         return None
-    units = torch.tensor(rows).view(-1, size)
+    units = torch.tensor(rows, device="cpu").view(-1, size)
     found = torch.zeros_like(units, dtype=torch.bool)
     found[:, views:] = units[:, views:] == units[:, :-views]
     return found.flatten() if found.any() else None

@@ -62,7 +62,7 @@ class Ticket:
         """Returns which rows only fill up a unit, or are padding; None: each unit is full."""
         if self.fill is None:
             return None
-        found = torch.ones(rows, dtype=torch.bool)
+        found = torch.ones(rows, dtype=torch.bool, device="cpu")
         found[: len(self.fill)] = self.fill
         return found
 

@@ -54,14 +54,14 @@ def replaced(size: int, others: Mapping[int, int]) -> Perturbed:
     Args:
         others: place -> sample.
     """
-    rows = torch.arange(size)
-    rows[list(others)] = torch.tensor(list(others.values()), dtype=torch.long)
-    return Perturbed(rows, rows == torch.arange(size))
+    rows = torch.arange(size, device="cpu")
+    rows[list(others)] = torch.tensor(list(others.values()), dtype=torch.long, device="cpu")
+    return Perturbed(rows, rows == torch.arange(size, device="cpu"))
 
 
 def enlarged(size: int, place: int) -> Perturbed:
     """Makes one sample larger."""
-    rows = torch.arange(size)
+    rows = torch.arange(size, device="cpu")
     return Perturbed(rows, rows != place, larger=place, may_fail=True)
 
 
@@ -73,7 +73,7 @@ def one_more(size: int) -> Iterator[Perturbed]:
 
 def one_source(stays: Tensor, source: int) -> Perturbed:
     """Puts copies of one sample in the places of all that do not stay."""
-    return Perturbed(torch.where(stays, torch.arange(len(stays)), source), stays)
+    return Perturbed(torch.where(stays, torch.arange(len(stays), device="cpu"), source), stays)
 
 
 def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator[Perturbed]:
@@ -86,8 +86,8 @@ def thirds(rows: Sequence[int], distinct: Sequence[int], count: int) -> Iterator
     first = [rows.index(row) for row in distinct]
     order = first + [i for i in range(len(rows)) if i not in first]
     parts = min(len(rows), 3)
-    third = torch.empty(len(rows), dtype=torch.long)
-    third[order] = torch.arange(len(rows)) % parts
+    third = torch.empty(len(rows), dtype=torch.long, device="cpu")
+    third[order] = torch.arange(len(rows), device="cpu") % parts
     for number in range(count):
         yield one_source(third != number % parts, order[(number + 1) % parts])
 
@@ -100,17 +100,17 @@ def halves(size: int, number: int) -> list[Perturbed]:
     Later two of a half of them each, which together are all, others in each check. An extreme
     sample is absent from one.
     """
-    places, bits = torch.arange(size), max(1, (size - 1).bit_length())
+    places, bits = torch.arange(size, device="cpu"), max(1, (size - 1).bit_length())
     if number:
         stays = (places >> number % bits) % 2 == 0
         return [_exchange(stays, number), _exchange(~stays, number + 1)]
-    digits = places[:, None] >> torch.arange(bits) & 1
+    digits = places[:, None] >> torch.arange(bits, device="cpu") & 1
     zeros = bits - digits.sum(1, keepdim=True)
-    code = torch.cat((digits, zeros >> torch.arange(bits.bit_length()) & 1), 1).bool()
+    code = torch.cat((digits, zeros >> torch.arange(bits.bit_length(), device="cpu") & 1), 1).bool()
     return [_exchange(stays, place) for place, stays in enumerate(code.unbind(1))]
 
 
 def _exchange(stays: Tensor, source: int) -> Perturbed:
-    places = torch.arange(len(stays))
+    places = torch.arange(len(stays), device="cpu")
     sources = places[stays] if bool(stays.any()) else places  # of one sample
     return one_source(stays, int(sources[-1 - source % len(sources)]))

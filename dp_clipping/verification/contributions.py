@@ -54,10 +54,16 @@ def check_clipping_function(
     for dtype in DTYPES:
         for clip_norm in CLIP_NORMS:
             near = [clip_norm * factor for factor in AROUND]
-            spread = 10 ** (24 * torch.rand(trials, generator=draw, dtype=torch.float64) - 12)
-            wanted = torch.cat((torch.tensor([*HOSTILE, *near], dtype=torch.float64), spread))
+            spread = 10 ** (
+                24 * torch.rand(trials, generator=draw, dtype=torch.float64, device="cpu") - 12
+            )
+            wanted = torch.cat(
+                (torch.tensor([*HOSTILE, *near], dtype=torch.float64, device="cpu"), spread)
+            )
             for width in WIDTHS:
-                rows = torch.randn(len(wanted), width, generator=draw, dtype=torch.float64)
+                rows = torch.randn(
+                    len(wanted), width, generator=draw, dtype=torch.float64, device="cpu"
+                )
                 rows *= (wanted / rows.norm(dim=1))[:, None]
                 found = _largest(name, gamma, rows.to(dtype), clip_norm, bound)
                 largest = max(largest, found)
@@ -66,7 +72,7 @@ def check_clipping_function(
 
 def _largest(name: str, gamma: float, rows: Tensor, clip_norm: float, bound: float) -> float:
     """Returns the largest contribution of gradients [B, n], over C; raises ValueError."""
-    limits = torch.tensor([clip_norm], dtype=torch.float64)
+    limits = torch.tensor([clip_norm], dtype=torch.float64, device="cpu")
     squares = squared_norms(rows)[None]
     (c,) = coefficients(squares, limits, name, gamma)
     where = f"clipping function {name!r}, {rows.dtype}, C = {clip_norm:g}: a sample of norm "

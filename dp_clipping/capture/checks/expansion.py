@@ -134,7 +134,7 @@ class _Run:
         pairs = list(zip(self._seen, plain._seen, strict=True))
         if any(found.shape != wanted.shape for found, wanted in pairs):
             return False
-        return not any(differ(pairs, torch.ones(FEW, dtype=torch.bool)))
+        return not any(differ(pairs, torch.ones(FEW, dtype=torch.bool, device="cpu")))
 
     def _see(self, x: Tensor, is_shared: bool = True) -> Tensor:
         """Adds a tensor; returns it in the shape that it has in a plain run, if it has that.

@@ -57,7 +57,7 @@ class KeptValues:
             alike = [values[n].values for values in same if len(values) > n]
             norms = torch.stack([x[:, -1].double() for x in alike if len(x) == rows])
             least = tolerance * norms.nan_to_num(0, 0, 0).amax(0)[:, None]
-            if any(differ([pair], torch.ones(rows, dtype=torch.bool), [least])):
+            if any(differ([pair], torch.ones(rows, dtype=torch.bool, device="cpu"), [least])):
                 return True
         return False
 

@@ -302,12 +302,12 @@ class Batch:
 
     def with_rows(self, rows: Sequence[int] | Tensor) -> tuple[tuple, dict]:
         """Returns arguments whose sample i is this batch's sample rows[i]."""
-        index = torch.as_tensor(rows, dtype=torch.long)
+        index = torch.as_tensor(rows, dtype=torch.long, device="cpu")
         return self._map(lambda x, dim: x.index_select(dim, index.to(x.device)))
 
     def with_factor(self, row: int, factor: float) -> "Batch":
         """Returns a batch in which one sample's floating-point numbers are larger."""
-        factors = torch.ones(self.size)
+        factors = torch.ones(self.size, device="cpu")
         factors[row] = factor
 
         def larger(x: Tensor, dim: int) -> Tensor:

@@ -85,7 +85,7 @@ def packed(tree: Any, batch_first: bool, given: Sequence[PackedSequence] = ()) -
 
 def _lengths(one: PackedSequence) -> Tensor:
     """Returns the lengths [B], in the order of the batch."""
-    places = torch.arange(int(one.batch_sizes[:1].sum()))[:, None]
+    places = torch.arange(int(one.batch_sizes[:1].sum()), device="cpu")[:, None]
     lengths = (one.batch_sizes > places).sum(1)
     return lengths if one.unsorted_indices is None else lengths[one.unsorted_indices.cpu()]
 

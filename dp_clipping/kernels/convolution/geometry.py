@@ -171,10 +171,10 @@ def places_of_pixels(pixels: tuple[int, ...], to: Target) -> Tensor:
 
     It is −1 of pixels that no tap meets.
     """
-    phase, place, is_met = (torch.zeros(1, 1, 1, dtype=torch.int32) for _ in range(3))
+    phase, place, is_met = (torch.zeros(1, 1, 1, dtype=torch.int32, device="cpu") for _ in range(3))
     for n, size in enumerate(pixels):
         shape = [1] * n + [-1] + [1] * (2 - n)
-        padded = torch.arange(size, dtype=torch.int32).view(shape) + to.padding[n]
+        padded = torch.arange(size, dtype=torch.int32, device="cpu").view(shape) + to.padding[n]
         own, at = padded % to.stride[n], padded // to.stride[n]
         phase, place = phase * to.grid.phases[n] + own, place * to.grid.sizes[n] + at
         is_met = is_met + (own < to.grid.phases[n]) * (at < to.grid.sizes[n])
@@ -184,7 +184,7 @@ def places_of_pixels(pixels: tuple[int, ...], to: Target) -> Tensor:
 
 def gaps_of(places: Tensor, to: Target) -> Tensor:
     """Returns the rows of a sample that no pixel goes to, int32, from `places_of_pixels`."""
-    is_gap = torch.ones(to.shape(to.pictures)[1], dtype=torch.bool)
+    is_gap = torch.ones(to.shape(to.pictures)[1], dtype=torch.bool, device="cpu")
     for picture in range(to.pictures):
         is_gap[places[places >= 0] + picture * prod(to.grid.sizes)] = False
     return is_gap.nonzero().flatten().int()

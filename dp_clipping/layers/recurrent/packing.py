@@ -29,9 +29,9 @@ class Packing:
     def of(cls, packed: PackedSequence) -> "Packing":
         sizes, device = packed.batch_sizes, packed.data.device
         count = int(sizes[0])
-        times = torch.repeat_interleave(torch.arange(sizes.shape[0]), sizes)
-        columns = torch.arange(times.shape[0]) - (sizes.cumsum(0) - sizes)[times]
-        ends = (torch.arange(count)[:, None] < sizes).sum(1) - 1
+        times = torch.repeat_interleave(torch.arange(sizes.shape[0], device="cpu"), sizes)
+        columns = torch.arange(times.shape[0], device="cpu") - (sizes.cumsum(0) - sizes)[times]
+        ends = (torch.arange(count, device="cpu")[:, None] < sizes).sum(1) - 1
         both = torch.stack([times, columns]).to(device, non_blocking=True)
         times, columns = both.unbind()
         ends = ends.to(device, non_blocking=True)
