@@ -67,10 +67,10 @@ def _run(
     mask = None if is_causal else attn_mask
     mask = _merged_mask(mask, key_padding_mask, self.num_heads, query.dtype)
     q, k, v = _projected(self, handle, sequences, query, key, value)
-    if self.batch_first:
+    if not self.batch_first:
         q, k, v = [x.transpose(0, 1) for x in (q, k, v)]
     y, weights = _attend(self, q, k, v, mask, is_causal, need_weights)
-    y = y.transpose(0, 1) if self.batch_first else y
+    y = y if self.batch_first else y.transpose(0, 1)
     y = projection.project(
         handle, y, sequences, self.out_proj.weight, self.out_proj.bias, names=OUT
     )
@@ -109,13 +109,15 @@ def _attend(
     is_causal: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns attention [L, N, E] and, if they are needed, its weights [N, heads, L, S].
+    """Returns attention [N, L, E] and, if they are needed, its weights [N, heads, L, S].
+
+    The gradient that comes back to it lies in memory as `q` does. cuDNN's backward (torch 2.11, 16
+    bit) is planned once for operands that lie as these do, whatever the next gradient's strides.
 
     Args:
-        q, k, v: [L, N, E] and [S, N, E], projected.
+        q, k, v: [N, L, E] and [N, S, E], projected.
         mask: the mask of `_merged_mask`, [1, L, S] or [N · heads, L, S].
     """
-    length, count, width = q.shape
     dropout = self.dropout if self.training else 0.0
     q, k, v = [_by_head(x, self.num_heads) for x in (q, k, v)]
     if self.add_zero_attn:
@@ -124,19 +126,20 @@ def _attend(
     if not need_weights:
         if mask is not None:
             mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if len(mask) > 1 else mask[None]
-        q, k, v = [x.unflatten(0, (count, self.num_heads)) for x in (q, k, v)]
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-        return y.permute(2, 0, 1, 3).reshape(length, count, width), None
-    q = q * math.sqrt(1.0 / q.shape[2])
+        return y.transpose(1, 2).flatten(2), None
+    shape = q.shape[:2]
+    q, k, v = [x.flatten(0, 1) for x in (q * math.sqrt(1.0 / q.shape[3]), k, v)]
     scores = torch.bmm(q, k.mT) if mask is None else torch.baddbmm(mask, q, k.mT)
     weights = F.dropout(scores.softmax(-1), dropout)
-    y = torch.bmm(weights, v).transpose(0, 1).reshape(length, count, width)
-    return y, weights.unflatten(0, (count, self.num_heads))
+    y = torch.bmm(weights, v).unflatten(0, shape).transpose(1, 2).flatten(2)
+    return y, weights.unflatten(0, shape)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Returns [T, N, E] as [N · heads, T, E / heads]."""
-    return x.reshape(len(x), x.shape[1] * heads, x.shape[2] // heads).transpose(0, 1)
+    """Returns [N, T, E] as [N, heads, T, E / heads]."""
+    count, length, width = x.shape
+    return x.reshape(count, length, heads, width // heads).transpose(1, 2)
 
 
 def _merged_mask(

@@ -23,6 +23,9 @@ ELEMENTWISE = {getattr(owner, name) for owner in (torch, Tensor) for name in OPE
 FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
 _FACTS = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "itemsize")
 FACTS |= {getattr(Tensor, name).__get__ for name in _FACTS}
+# Of recurrent layers: the weights that they were called with last, and weak references to them. If
+# these are others, the next forward moves all weights to other memory on a GPU.
+LISTS_OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 class UnknownOperation(Exception):
@@ -179,12 +182,15 @@ def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
     """Enters a context in which a module has these tensors in the place of parameters.
 
     FSDP1 lays plain tensors over parameters, as attributes that are found first: these too.
+    Recurrent layers list the weights that they were called with last: the lists are put back.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, tensor in tensors.items():
             owner, name = owner_of(module, path)
-            places: tuple[dict[str, Any], ...] = (own_parameters(owner), vars(owner))
+            own = vars(owner)
+            before += [(own, one, own[one]) for one in LISTS_OF_WEIGHTS if one in own]
+            places: tuple[dict[str, Any], ...] = (own_parameters(owner), own)
             for place in places:
                 if name in place:
                     before.append((place, name, place[name]))

@@ -122,10 +122,10 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
         given.append(rows)
         found.append(call(own, *rows))
         if call.handle.private_step is None:
-            mine = {id(p) for p in own.values()}  # recurrent layers list them: see below
+            mine = {id(p) for p in own.values()}  # code may list them: see below
             others = Objects(*call.roots).left_since(objects)
             left.append([x for x in others if id(x) not in mine])
-    # PyTorch's recurrent layers list the parameters that they were called with last.
+    # Where code has listed the parameters that it was called with last, these are its own again.
     Objects(*call.roots).show({id(own[name]): p for name, p in call.own.items()})
     if leaves_samples(left):
         raise call.left_in("an object")

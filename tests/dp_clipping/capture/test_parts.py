@@ -1,6 +1,7 @@
 """Layers that are called on parts of a batch: with all samples in turn, or with some of them."""
 
 import copy
+import operator
 from typing import Any
 
 import pytest
@@ -59,6 +60,18 @@ def samples_and_masks(count: int) -> dict[str, torch.Tensor]:
 def test_a_network_that_computes_a_few_samples_after_others(part, is_attention):
     batch = samples_and_masks(7), torch.randn(7, 3, 4, dtype=torch.float64)
     assert_exact(InParts(part, is_attention).double(), batch)
+
+
+def test_a_recurrent_layer_lists_its_own_weights_when_parts_have_run():
+    """PyTorch would move its parameters on a GPU, which checks take for a change of them."""
+    layer = nn.LSTM(4, 4, batch_first=True)
+    network = zoo.Net(lambda net, x: torch.cat([net.layer(p)[0] for p in x.split(2)]), layer=layer)
+    batch = [torch.randn(5, 3, 4, dtype=torch.float64) for _ in range(2)]
+    private_loss(private(network.double()), batch, zoo.product).backward()
+    names = [name for name, _ in layer.named_parameters()]
+    own = [getattr(layer, name) for name in names]
+    assert all(map(operator.is_, layer._flat_weights, own))
+    assert not layer._weights_have_changed()
 
 
 def test_parts_that_begin_with_a_larger_batch_of_which_no_check_is_due():
