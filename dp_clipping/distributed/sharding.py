@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -176,7 +176,8 @@ class Sharding:
             return True
         reset = getattr(self.managed, "reset_iter_state", None)
         if reset is not None:
-            reset()
+            with suppress(AttributeError):  # before a root's first forward it has no state
+                reset()
         return reset is not None
 
     def describe(self) -> str:

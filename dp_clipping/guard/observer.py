@@ -40,6 +40,11 @@ from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
 
 FACTORS = (4.0, -2.0, 0.25, -1.0)  # of gradients of samples that do not stay
+OF_RANKS = (
+    "the model returns a DTensor, as with use_local_output=False or for loss_parallel: each rank's "
+    "loss needs a tensor of its own; let its last layer return one, in the plan of "
+    "parallelize_module: ColwiseParallel(output_layouts=Replicate())"
+)
 LayoutsOf = Callable[[list[Tensor]], Sequence[Layout | None]]
 
 
@@ -116,14 +121,15 @@ class Observer:
         ):  # fmt: skip
             calls.last_input = None
             outputs = tensors_of(outputs)
+            if any(map(is_sharded, outputs)):
+                raise ValueError(OF_RANKS)
             starts = []
             for output, layout in zip(outputs, self._layouts_of(outputs), strict=True):
                 if layout is None or layout.kind == "shared":
                     continue
-                y = local(output)
-                calls.seen.add("", "output", summary(y, layout, len(scale)))
-                if output.requires_grad and y.is_floating_point():
-                    gradient = self._gradient(output, y, layout, scale, drawn, chosen)
+                calls.seen.add("", "output", summary(output, layout, len(scale)))
+                if output.requires_grad and output.is_floating_point():
+                    gradient = self._gradient(output, layout, scale, drawn, chosen)
                     starts.append((output, _rounded(gradient, rounding)))
             if starts:
                 self._backward(starts, calls.triggers)
@@ -159,7 +165,7 @@ class Observer:
                 raise meaning from error
 
     def _gradient(
-        self, output: Tensor, y: Tensor, layout: Layout, scale: Tensor, drawn: int, chosen: slice
+        self, y: Tensor, layout: Layout, scale: Tensor, drawn: int, chosen: slice
     ) -> Tensor:
         """Returns random numbers of the output's shape, the same in each run, of norm 1."""
         draw = torch.Generator(y.device).manual_seed(0)
@@ -170,10 +176,7 @@ class Observer:
         rows = rows[chosen]
         factors = scale.to(rows).view(-1, *[1] * (rows.dim() - 1))
         rows.mul_(factors / max(1, rows[0].numel()) ** 0.5)
-        gradient = layout.restore(rows).to(y.dtype)
-        if is_sharded(output):
-            gradient = type(output).from_local(gradient, output.device_mesh, output.placements)
-        return gradient
+        return layout.restore(rows).to(y.dtype)
 
 
 class _Calls:

@@ -75,6 +75,15 @@ def test_a_step_after_a_failed_one(cpu_ranks, shard, modes):
 
 
 @on_ranks(2)
+def test_a_first_forward_that_fails_before_fsdp_begins(context: Context) -> None:
+    """Its own error is raised, and the next step is right."""
+    model = private(fsdp2(context, transformer()))
+    with pytest.raises(ValueError, match="forward got no tensor"):
+        model("text")
+    private_loss(model, zoo.tokens(2, 6), zoo.cross_entropy).backward()
+
+
+@on_ranks(2)
 def test_nothing_is_computed_with_what_a_failed_step_left(context: Context) -> None:
     """Where FSDP2 cannot be told of a failed pass, nothing is computed after one."""
     batch = zoo.tokens(2, 6)

@@ -202,6 +202,19 @@ def test_other_layouts_are_refused_by_name(context: Context) -> None:
         step(bare, batch)
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(-1)], ids=str)
+@on_ranks(2)
+def test_a_model_that_returns_a_dtensor_is_refused(context: Context, placement) -> None:
+    """As for `loss_parallel`. What the message says works."""
+    plan = {"0": ColwiseParallel(output_layouts=placement, use_local_output=False)}
+    network = parallelize_module(nn.Sequential(nn.Linear(4, 3)), tensor_mesh(context), plan)
+    batch = zoo.numbers(3, 4, out=(3,))
+    with pytest.raises(ValueError, match=r"returns a DTensor.*output_layouts=Replicate\(\)"):
+        step(network, batch)
+    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    step(parallelize_module(nn.Sequential(nn.Linear(4, 3)), tensor_mesh(context), plan), batch)
+
+
 class Shift(nn.Module):
     def __init__(self) -> None:
         super().__init__()
