@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.layers.batch_layout import TRIMMED, LayoutUnknown
+from dp_clipping.layers.batch_layout import FEW, TRIMMED, LayoutUnknown
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.perturb import Perturbed, enlarged, halves, one_more, thirds
 from dp_clipping.trials.probe import Probe, Subject
@@ -78,9 +79,9 @@ class Company:
         with without_dropout(network) as dropout:  # one more would draw other numbers
             probe = self._probe(batch, rows)
         with without_dropout(network, in_functions=dropout.was_needed):
-            self._check(probe, changes)
+            self._check(batch, probe, changes)
         with without_dropout(network):
-            self._check(probe, among_more)
+            self._check(batch, probe, among_more)
 
     def check_batch(self, batch: Batch, number: int, is_whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
@@ -95,17 +96,21 @@ class Company:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
         exchange = halves(size, 1 + number // 2)[number % 2]
-        self._check(self._probe(batch, range(start, start + size)), [exchange])
+        self._check(batch, self._probe(batch, range(start, start + size)), [exchange])
 
     def _probe(self, batch: Batch, rows: Sequence[int]) -> Probe:
         return Probe(self._observed(batch, rows), self._on_any_rank)
 
-    def _check(self, probe: Probe, changes: list[Perturbed]) -> None:
+    def _check(self, batch: Batch, probe: Probe, changes: list[Perturbed]) -> None:
         for perturbed in changes:
             changed = probe.differing(perturbed) or []
             others = [key for key in changed if key[1] not in OWN]
-            if changed and not others and self._capture.sharding is None:
-                self._use_vmap({layer for layer, *_ in changed})
+            if changed and self._capture.sharding is None:
+                layers = {layer for layer, *_ in changed}
+                if not others:
+                    self._use_vmap(layers)
+                if layers.issubset(self._capture.shared_layers()):
+                    self._widen(layers, batch)
             changed = others or changed
             self.refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
 
@@ -120,6 +125,18 @@ class Company:
         handles = [handle for handle in self._capture.handles if handle.name in layers]
         self._capture.make_whole(handles)
         raise LayoutUnknown(handles[0].name)
+
+    def _widen(self, layers: set[str], batch: Batch) -> None:
+        """Moves modules under vmap that take one row of what got one for each sample: `table[0]`.
+
+        There all samples would have the gradient of the first one, and no other has one.
+
+        Raises:
+            LayoutUnknown: where the samples are has to be found again.
+        """
+        callers = Uses(self._capture, batch.with_samples(FEW)).callers_of(layers)
+        if self._capture.widen(callers, layers):
+            raise LayoutUnknown(min(layers))
 
     def _on_any_rank(self, flag: bool) -> bool:
         return any(self.of_all_ranks(flag))

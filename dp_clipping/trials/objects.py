@@ -59,12 +59,14 @@ class Places:
         with_parameters, with_attributes: parameters, and attributes, of modules are places too.
 
     Attributes:
+        root: what they were searched in.
         dicts, others: places that are dicts, and those that are not.
         containers, collections: these dicts and others themselves.
         tensors: in the order in which they are found.
     """
 
     def __init__(self, root: Any, with_parameters: bool = True, with_attributes: bool = True):
+        self.root = root
         self.dicts, self.others, self.tensors = list[Place](), list[Place](), list[Named]()
         self._seen: dict[int, Any] = {}
         self._with_parameters, self._with_attributes = with_parameters, with_attributes
@@ -160,6 +162,7 @@ class Snapshot:
         places = self.places
         self.sizes, self.values = list(map(len, places.containers)), places.values()
         self._others = list(map(COPY, places.collections))
+        self._hooks = hooks_so_far()
 
     def pairs(self) -> list[tuple[Place, Any]]:
         """Returns each place, and a copy of what it held."""
@@ -181,10 +184,20 @@ class Snapshot:
             return []
         return [(place, copy) for place, copy in self.pairs() if not place.is_as(copy)]
 
-    def put_back(self) -> Any:
-        """Gives the places what they held."""
+    def put_back(self) -> list[tuple[dict, int, Any]]:
+        """Gives the places what they held; returns the hooks of modules that have come since.
+
+        A forward that registers hooks may note in an attribute that it has (Hugging Face's, for
+        hidden states), and would register them again and again if that alone were put back.
+        """
         for place, copy in self.differing():
             place.put_back(copy)
+        if hooks_so_far() == self._hooks:
+            return []
+        root = self.places.root
+        roots = root if isinstance(root, tuple) else (root,)
+        trees = (x.modules() for x in roots if isinstance(x, nn.Module))
+        return [hook for m in chain(*trees) for hook in take_hooks_since(m, self._hooks)]
 
 
 class Objects(Snapshot):
@@ -205,12 +218,13 @@ class Objects(Snapshot):
         kept = [x for x in self.tensors if with_values and not x.is_inference()]
         self._values = [(x, version_of(x), x.detach().clone()) for x in kept]
 
-    def put_back(self) -> None:
-        super().put_back()
+    def put_back(self) -> list[tuple[dict, int, Any]]:
+        hooks = super().put_back()
         with torch.no_grad():
             for x, version, value in self._values:
                 if version_of(x) != version:
                     x.copy_(value)
+        return hooks
 
     def show(self, tensors: dict[int, Tensor]) -> None:
         """Puts other tensors in the place of those with these ids."""
@@ -351,7 +365,6 @@ class Mark(Snapshot):
 
     def renew(self) -> None:
         super().renew()
-        self._hooks = hooks_so_far()
         self.tensors = self._all
         self._versions = _versions(self.tensors)
 
@@ -375,18 +388,6 @@ class Mark(Snapshot):
         """Returns tensors that were written to, by their version counters."""
         moved = zip(self.tensors, _versions(self.tensors), self._versions, strict=True)
         return [named for named, new, old in moved if new != old]
-
-    def put_back(self) -> list[tuple[dict, int, Any]]:
-        """Puts back everything that was held; returns the hooks that have come since.
-
-        A forward that registers hooks may note in an attribute that it has (Hugging Face's, for
-        hidden states), and would register them again and again if that alone were put back.
-        """
-        super().put_back()
-        root = self.state.root
-        if hooks_so_far() == self._hooks or not isinstance(root, nn.Module):
-            return []
-        return [hook for m in root.modules() for hook in take_hooks_since(m, self._hooks)]
 
 
 def _versions(named: list[Named]) -> list[tuple[int, int]]:

@@ -315,3 +315,26 @@ def test_an_iterator_is_refused_where_it_would_be_read_twice(where):
         ValueError, match=r"is given an iterator \(list_iterator\).*list\(iterator\)"
     ):
         private(network)(torch.randn(3, 4), *given)
+
+
+class Records(Matrix):
+    """Weighs what a layer returns in each call; its first forward registers the hook for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.records, self.is_hooked = nn.Parameter(torch.randn(2)), [], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda module, args, y: self.records.append(y))
+            self.is_hooked = True
+        self.records.clear()
+        self.layer(self.product(x).tanh())
+        y = torch.stack(self.records, 1)
+        self.records.clear()
+        return (y * self.weights.view(-1, 1)).sum(1)
+
+
+def test_a_hook_of_the_first_forward_is_registered_once():
+    """As Hugging Face's models register hooks for hidden states, whose weighted sum is read."""
+    assert_exact_in_each(nn.Sequential(Records(), nn.Linear(4, 2)), (4,))
