@@ -83,15 +83,24 @@ def ranks_of(settings: Settings) -> Ranks:
             )
         LOG.info(sharding.describe())
         ranks = Ranks(sharding, sharding.data_parallel_group, sharding.everyone, device)
-    elif is_private and not hasattr(module, "gradient_ready"):
-        others = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if others > 1:
+    others = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if sharding is not None:
+        parts = size_of(sharding.everyone)
+        if sharding.tensor_group is not None and parts < others:
             warnings.warn(
-                f"{others} ranks, and module is neither wrapped nor sharded: each rank trains a "
-                "network of its own, on samples of the whole data set; to train one together give "
-                'ddp.wrap("ddp_bucketed", network) or shard it',
+                f"{others} ranks, and tensor parallelism divides module among {parts}: each "
+                f"{parts} ranks train a network of their own, on samples of the whole data set; to "
+                "train one together give data_parallel_group=mesh.get_group(name), of the mesh's "
+                "other axis",
                 stacklevel=TO_USER,
             )
+    elif is_private and not hasattr(module, "gradient_ready") and others > 1:
+        warnings.warn(
+            f"{others} ranks, and module is neither wrapped nor sharded: each rank trains a "
+            "network of its own, on samples of the whole data set; to train one together give "
+            'ddp.wrap("ddp_bucketed", network) or shard it',
+            stacklevel=TO_USER,
+        )
     if settings.cuda_graph:
         cuda_graph.refuse(settings, ranks)
     if settings.fused_step and is_private:

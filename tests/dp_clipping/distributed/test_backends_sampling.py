@@ -9,20 +9,27 @@ import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as OpacusReplica
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
+from ddp_by_hand.lm.parallel import DATA, TENSOR
 from ddp_by_hand.lm.rank_pool import Context
 from dp_clipping import PrivacyEngine
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 from dp_clipping.validation import check_module
+from tests.support.meshes import square
 from tests.support.on_ranks import on_ranks
 from tests.support.replicas import SYNCHRONISING, applied, build, parameters, train
 from tests.support.turns import in_turn
 
 
-def with_a_module(context: Context, wrap: Callable[[nn.Module], nn.Module]) -> list[str]:
+def with_a_module(
+    context: Context, wrap: Callable[[nn.Module], nn.Module], axis: str | None = None
+) -> list[str]:
     """What is said of it: warnings, or why it is refused."""
+    group = None if axis is None else square(DATA, TENSOR).get_group(axis)
     module = wrap(nn.Linear(3, 2))
     loader = DataLoader(TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long)), 4)
     with warnings.catch_warnings(record=True) as caught:
@@ -31,6 +38,7 @@ def with_a_module(context: Context, wrap: Callable[[nn.Module], nn.Module]) -> l
             PrivacyEngine().make_private(
                 module=module, optimizer=torch.optim.SGD(module.parameters(), 0.1),
                 data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+                data_parallel_group=group,
             )  # fmt: skip
         except ValueError as error:
             return [str(error)]
@@ -70,6 +78,18 @@ def test_a_plain_network_on_several_ranks_is_told_that_it_is_alone(cpu_ranks):
         "neither wrapped nor sharded" in s for (s,) in cpu_ranks.run(4, with_a_module, alone)
     )
     assert cpu_ranks.run(4, with_a_module, together) == [[]] * 4
+
+
+def divided(network: nn.Module) -> nn.Module:
+    plan = {"": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize_module(network, square(DATA, TENSOR)[TENSOR], plan)
+
+
+def test_tensor_parallel_groups_beside_each_other_are_told_so(cpu_ranks):
+    """Without the ranks that have the same parts. With them, as it is said, they train one."""
+    for (said,) in cpu_ranks.run(4, with_a_module, divided):
+        assert said.startswith("4 ranks, and tensor parallelism divides module among 2")
+    assert cpu_ranks.run(4, with_a_module, divided, DATA) == [[]] * 4
 
 
 THRESHOLD = AdaptiveThreshold(0.7, expected_batch_size=4, count_std=6.0)
