@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from dp_clipping.noise.adaptive_threshold import AdaptiveThreshold
 
 NETWORK = (
-    "give the network that model.to_standard_module() returns, called on the model of the earlier "
-    "make_private, or a new network"
+    "give the network that optimizer.model.to_standard_module() returns, called on the optimizer "
+    "of the earlier make_private, or a new network"
 )
 USED = {
     "PrivateModel": NETWORK,

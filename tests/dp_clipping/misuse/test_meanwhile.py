@@ -364,8 +364,14 @@ def test_nothing_is_made_private_twice(run):
         changes = {name: thing, "poisson_sampling": name != "data_loader"}
         with pytest.raises(ValueError, match=match):
             PrivacyEngine().make_private(**engine.arguments() | changes)
-    again = engine.build(module=run.model.to_standard_module())
-    engine.step(again)
+
+
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_network_is_made_private_again_as_the_message_says(wrap_model):
+    run = engine.build(wrap_model=wrap_model)
+    with pytest.raises(ValueError, match=r" optimizer\.model\.to_standard_module\(\)"):
+        engine.build(module=run.model)
+    engine.step(engine.build(module=run.optimizer.model.to_standard_module()))
 
 
 class Half:
