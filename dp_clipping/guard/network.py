@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
-from dp_clipping.layers.batch_layout import TRIMMED, LayoutUnknown
+from dp_clipping.layers.batch_layout import FEW, TRIMMED, LayoutUnknown
 from dp_clipping.trials.draws import without_dropout
 from dp_clipping.trials.perturb import Perturbed, enlarged, halves, one_more, thirds
 from dp_clipping.trials.probe import Probe, Subject
@@ -45,12 +45,14 @@ class Company:
 
     Args:
         observed: a batch and some of its rows -> the network with these samples, an `Observer`.
+        widen: arguments of forwards and names of layers -> whether their callers move under vmap.
     """
 
     def __init__(
-        self, capture: CapturedNetwork, observed: Callable[[Batch, Sequence[int]], Subject]
-    ):
-        self._capture, self._observed = capture, observed
+        self, capture: CapturedNetwork, observed: Callable[[Batch, Sequence[int]], Subject],
+        widen: Callable[[list[tuple], set[str]], bool],
+    ):  # fmt: skip
+        self._capture, self._observed, self._widen = capture, observed, widen
 
     def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
         """Exchanges each third of the samples in turn, for a sample of another third.
@@ -78,9 +80,9 @@ class Company:
         with without_dropout(network) as dropout:  # one more would draw other numbers
             probe = self._probe(batch, rows)
         with without_dropout(network, in_functions=dropout.was_needed):
-            self._check(probe, changes)
+            self._check(batch, probe, changes)
         with without_dropout(network):
-            self._check(probe, among_more)
+            self._check(batch, probe, among_more)
 
     def check_batch(self, batch: Batch, number: int, is_whole: bool) -> None:
         """Exchanges about half of the samples: which ones differs from check to check.
@@ -95,17 +97,21 @@ class Company:
             size = min(size, max(2, min(PART, size // 4)))
         start = (number * PART) % (batch.size - size + 1)
         exchange = halves(size, 1 + number // 2)[number % 2]
-        self._check(self._probe(batch, range(start, start + size)), [exchange])
+        self._check(batch, self._probe(batch, range(start, start + size)), [exchange])
 
     def _probe(self, batch: Batch, rows: Sequence[int]) -> Probe:
         return Probe(self._observed(batch, rows), self._on_any_rank)
 
-    def _check(self, probe: Probe, changes: list[Perturbed]) -> None:
+    def _check(self, batch: Batch, probe: Probe, changes: list[Perturbed]) -> None:
         for perturbed in changes:
             changed = probe.differing(perturbed) or []
             others = [key for key in changed if key[1] not in OWN]
-            if changed and not others and self._capture.sharding is None:
-                self._use_vmap({layer for layer, *_ in changed})
+            if changed and self._capture.sharding is None:
+                layers = {layer for layer, *_ in changed}
+                if not others:
+                    self._use_vmap(layers)
+                if layers.issubset(self._capture.shared_layers()):
+                    self._use_vmap_around(layers, batch)
             changed = others or changed
             self.refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
 
@@ -120,6 +126,17 @@ class Company:
         handles = [handle for handle in self._capture.handles if handle.name in layers]
         self._capture.make_whole(handles)
         raise LayoutUnknown(handles[0].name)
+
+    def _use_vmap_around(self, layers: set[str], batch: Batch) -> None:
+        """Moves modules under vmap that take one row of what got one for each sample: `table[0]`.
+
+        There all samples would have the gradient of the first one, and no other has one.
+
+        Raises:
+            LayoutUnknown: where the samples are has to be found again.
+        """
+        if self._widen([batch.with_samples(FEW)], layers):
+            raise LayoutUnknown(min(layers))
 
     def _on_any_rank(self, flag: bool) -> bool:
         return any(self.of_all_ranks(flag))

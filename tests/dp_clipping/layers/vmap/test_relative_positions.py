@@ -98,3 +98,33 @@ def test_only_the_table_has_copies(dtype):
     linear = [h for h in handles if h.kind == "linear"]
     assert len(linear) == 2 * 6 + 2 * 10 + 1
     assert all(h.sites for h in linear)
+
+
+class Table(nn.Module):
+    """One row for all samples, made of a parameter or by a layer, and no argument."""
+
+    def __init__(self, is_made: bool):
+        super().__init__()
+        self.made = nn.Linear(3, 20) if is_made else None
+        self.rows = nn.Parameter(torch.randn(1, 20), requires_grad=not is_made)
+
+    def forward(self) -> Tensor:
+        rows = self.rows if self.made is None else self.made(self.rows[:, :3])
+        return rows.view(1, 5, 4).tanh()
+
+
+TAKEN = {"index": lambda rows: rows[0], "unbind": lambda rows: rows.unbind()[0]}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+@pytest.mark.parametrize("taken", TAKEN)
+def test_the_only_row_of_a_table_is_taken(taken, is_made):
+    """As of YOLOS, whose positions of two layers are a table of one."""
+    network = zoo.Net(
+        lambda net, x: net.head((net.layer(x) + TAKEN[taken](net.table())).tanh()),
+        layer=nn.Linear(4, 4), table=Table(is_made), head=nn.Linear(4, 2),
+    ).double()  # fmt: skip
+    model = private(copy.deepcopy(network))
+    for size in (4, 3, 5):
+        x = torch.randn(size, 5, 4, dtype=torch.float64)
+        assert_step(model, network, (x, torch.randn(size, 5, 2, dtype=torch.float64)))
