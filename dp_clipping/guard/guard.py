@@ -80,7 +80,8 @@ class LayoutDiscovery:
             capture.state = State(network, sharding is not None)
         self.carried = Carried(capture.state, self._forward_and_backward, self.batch_of_run)
         self._search = Search(capture, joins_all)
-        self._company = Company(capture, partial(Observer, capture, self._search.layouts_of))
+        observed = partial(Observer, capture, self._search.layouts_of)
+        self._company = Company(capture, observed, self._widen)
         self._level, self._schedule = level, Schedule(level)
         self._forecaster = Forecaster(capture, self._search.observe)
         self._looked_at = 0  # samples of the batch of the search; of one, it is provisional
@@ -255,9 +256,7 @@ class LayoutDiscovery:
                 unfit = self._unfit(arguments)
             except NeedsVmap as error:
                 refusal = refusal or error
-                uses = [Uses(capture, one) for one in arguments]
-                callers = [m for one in uses for m in one.callers_of(error.layers)]
-                if not capture.widen(dict.fromkeys(callers), error.layers):
+                if not self._widen(arguments, error.layers):
                     raise refusal from error
             except CalledDifferently:
                 raise
@@ -272,6 +271,12 @@ class LayoutDiscovery:
                 else:
                     capture.make_whole(unfit)
             self._search.forget()
+
+    def _widen(self, arguments: list[tuple], layers: set[str]) -> bool:
+        """Moves what calls these layers under vmap; returns False if it is there already."""
+        uses = [Uses(self._capture, one) for one in arguments]
+        callers = [m for one in uses for m in one.callers_of(layers)]
+        return self._capture.widen(dict.fromkeys(callers), layers)
 
     def _unfit(self, arguments: list[tuple]) -> list[LayerState]:
         """Finds the layouts; returns the modules that must take their children under vmap.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dp_clipping.capture.callers import Uses
 from dp_clipping.capture.network import CapturedNetwork
 from dp_clipping.capture.samples.batch import Batch
 from dp_clipping.layers.batch_layout import FEW, TRIMMED, LayoutUnknown
@@ -46,12 +45,14 @@ class Company:
 
     Args:
         observed: a batch and some of its rows -> the network with these samples, an `Observer`.
+        widen: arguments of forwards and names of layers -> whether their callers move under vmap.
     """
 
     def __init__(
-        self, capture: CapturedNetwork, observed: Callable[[Batch, Sequence[int]], Subject]
-    ):
-        self._capture, self._observed = capture, observed
+        self, capture: CapturedNetwork, observed: Callable[[Batch, Sequence[int]], Subject],
+        widen: Callable[[list[tuple], set[str]], bool],
+    ):  # fmt: skip
+        self._capture, self._observed, self._widen = capture, observed, widen
 
     def check_places(self, batch: Batch, distinct: list[int], extremes: bool) -> None:
         """Exchanges each third of the samples in turn, for a sample of another third.
@@ -110,7 +111,7 @@ class Company:
                 if not others:
                     self._use_vmap(layers)
                 if layers.issubset(self._capture.shared_layers()):
-                    self._widen(layers, batch)
+                    self._use_vmap_around(layers, batch)
             changed = others or changed
             self.refuse(_cause(changed[0], probe.base, probe.beside) if changed else None)
 
@@ -126,7 +127,7 @@ class Company:
         self._capture.make_whole(handles)
         raise LayoutUnknown(handles[0].name)
 
-    def _widen(self, layers: set[str], batch: Batch) -> None:
+    def _use_vmap_around(self, layers: set[str], batch: Batch) -> None:
         """Moves modules under vmap that take one row of what got one for each sample: `table[0]`.
 
         There all samples would have the gradient of the first one, and no other has one.
@@ -134,8 +135,7 @@ class Company:
         Raises:
             LayoutUnknown: where the samples are has to be found again.
         """
-        callers = Uses(self._capture, batch.with_samples(FEW)).callers_of(layers)
-        if self._capture.widen(callers, layers):
+        if self._widen([batch.with_samples(FEW)], layers):
             raise LayoutUnknown(min(layers))
 
     def _on_any_rank(self, flag: bool) -> bool:
