@@ -284,7 +284,7 @@ def _flattened_order(
     return "sample_major" if sample_major else "time_major"
 
 
-def is_close(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor, tolerance: float = 1e-2) -> bool:
     """Returns whether both are equal up to what kernels of another batch size round.
 
     What is not finite counts as zero: one sample of the first batch may have such values.
@@ -292,7 +292,7 @@ def is_close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     a, b = (x.double().nan_to_num(0, 0, 0) for x in (a, b))
-    return bool((a - b).norm() <= 1e-2 * b.norm())
+    return bool((a - b).norm() <= tolerance * b.norm())
 
 
 def first_tokens(packed: PackedSequence) -> Tensor:

@@ -92,7 +92,8 @@ LAYERS = {
     ),
     "matrix": of(
         lambda net, x: net.layer(x).tanh() * net.factor + x @ net.matrix,
-        layer=linear, factor=lambda d, t: numbers(), matrix=lambda d, t: numbers(d, d),
+        layer=linear, factor=lambda d, t: numbers(),
+        matrix=lambda d, t: nn.Parameter(nn.Linear(d, d).weight.detach()),
     ),
     "token": of(
         lambda net, x: torch.cat([net.token.expand(len(x), 1, -1), x[:, :-1]], 1),
