@@ -1,7 +1,7 @@
 """One forward and backward of the plain network, and what each layer sees of each sample in it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -204,6 +204,7 @@ class _Calls:
         handle: LayerState = vars(module)["_private"]
         if self._rounding is not None:
             args, kwargs = _rounded_arguments(args, kwargs, self._rounding)
+            run = self._with_errors_inside(module, run)
         inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
         layouts = handle.seen(inputs)
         if not is_in_backward():  # a checkpointed block is computed again in it
@@ -227,6 +228,23 @@ class _Calls:
         if isinstance(output, Tensor):
             return note(output)
         return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
+
+    def _with_errors_inside(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `run`, in which outputs of modules in one that is captured whole have errors."""
+
+        def rounded(_: nn.Module, args: Any, output: Any) -> Any:
+            return tree_map(
+                lambda y: _rounded(y, self._rounding) if isinstance(y, Tensor) else y, output
+            )
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as hooks:
+                for inner in every_module(module):
+                    if inner is not module and "_private" not in vars(inner):
+                        hooks.callback(inner.register_forward_hook(rounded).remove)
+                return run(*args, **kwargs)
+
+        return call
 
     def _of_output(
         self, handle: LayerState, y: Tensor, layout: Layout | None,

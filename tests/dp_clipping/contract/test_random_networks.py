@@ -125,7 +125,10 @@ USES = {
 }
 
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2}
+# Of norms, and of sums; activations with a kink have either slope where the number is rounded.
+TOLERANCES = {
+    torch.float64: (1e-9, 1e-9), torch.float32: (2e-4, 2e-3), torch.bfloat16: (5e-2, 1e-1)
+}  # fmt: skip
 
 
 class Drawn(nn.Module):
@@ -202,15 +205,15 @@ def compare(
     model: nn.Module,
     gradients: oracle.Gradients,
     limit: float,
-    tolerance: float,
+    tolerances: tuple[float, float],
 ) -> None:
     """Norms relative to the largest, sums to what they are at most."""
     norms = oracle.norms(gradients)
     error = (model.per_sample_gradient_norms.double() - norms).abs().max()
-    assert error <= tolerance * norms.max(), f"norms: {error / norms.max():.2g}"
+    assert error <= tolerances[0] * norms.max(), f"norms: {error / norms.max():.2g}"
     for name, expected in oracle.clipped_sum(gradients, limit).items():
         error = (sums[name].double() - expected).norm() / (len(norms) * limit)
-        assert error <= 2 * tolerance, f"{name}: {error:.2g}"
+        assert error <= tolerances[1], f"{name}: {error:.2g}"
 
 
 @pytest.mark.parametrize(

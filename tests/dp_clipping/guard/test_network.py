@@ -813,6 +813,19 @@ def test_mixing_beside_nearly_cancelling_tokens_is_found(name, mixing):
         model(x)
 
 
+def test_layers_round_in_a_network_that_runs_on_one_sample_at_a_time():
+    def in_parts(net, x):
+        rows = in_order(net.first(x))
+        return torch.cat([net.second(part) for part in rows.split(2)])
+
+    half = 1000.0 * torch.randint(1, 9, (3, 16, 5))  # whole numbers have no errors of their own
+    network = network_of(in_parts)
+    network.first = nn.Linear(5, 5, bias=False)
+    model = private(network)
+    assert len(model(torch.cat([half, -half, torch.ones(3, 1, 5)], 1))) == 3
+    assert [handle.name for handle in model.capture.handles] == [""]
+
+
 def with_mask(net, x, mask):
     """One number is added to all scores of a query, as where it sees nothing but padding."""
     queries = net.first(x)
