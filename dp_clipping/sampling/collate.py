@@ -1,7 +1,7 @@
 """Makes batches without samples, and batches of one size.
 
 A Poisson batch may be empty, and its step is like any other. Where all batches are to have one
-shape, rows of zeros follow the samples.
+shape, copies of a row follow the samples.
 """
 
 import copy
@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_clipping.trials.holders import held_by, holding
-
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class CollateWithEmpty:
@@ -80,14 +78,14 @@ class CollateWithEmpty:
 
 
 class PaddedCollate:
-    """A collate function whose batches have `rows` samples each: zeros follow those that are given.
+    """A collate function whose batches have `rows` samples each: copies of the first one follow.
 
-    Zeros, since they say nothing about anybody, and most networks can compute with them; what comes
-    of them is left out. Where a sample has one whole number it is 1: it may be a length, and no
-    sequence has none. Two collated copies of `sample` beside one tell which tensors, arrays and
-    lists grow with the samples: zeros (empty strings, None) follow in these, all else stays. So all
-    batches have one shape if `collate_fn` gives one shape for one number of samples: sequences must
-    be padded to a fixed length. Without samples a batch is zeros in the shape of `sample`.
+    A network computes with a copy as with the sample, whatever it asks of its content (a length
+    above zero, a token that is not masked), and what comes of it is left out. Two collated copies
+    of `sample` beside one tell which tensors, arrays and lists grow with the samples: copies follow
+    in these, all else stays. So all batches have one shape if `collate_fn` gives one shape for one
+    number of samples: sequences must be padded to a fixed length. Without samples all rows are
+    copies of `sample`.
 
     Raises:
         ValueError: for what holds other than one row per sample (tokens of all samples in one row).
@@ -105,40 +103,27 @@ class PaddedCollate:
 
     def __call__(self, samples: list) -> Any:
         batch = self.collate_fn(samples) if len(samples) else copy.deepcopy(self._one)
-        return self._padded(len(samples), batch, self._one, self._two)
+        return self._padded(max(1, len(samples)), batch, self._one, self._two)
 
-    def _padded(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
+    def _padded(self, count: int, batch: Any, one: Any, two: Any) -> Any:
         if isinstance(one, PackedSequence):
-            raise ValueError(PADDED.format(what="a PackedSequence", count=max(1, samples)))
-        if isinstance(one, Tensor | np.ndarray) and one.shape != two.shape:
-            return self._padded_rows(samples, batch, one, two)
-        if isinstance(one, list | tuple) and len(one) != len(two):
-            if (len(one), len(two), len(batch)) != (1, 2, max(1, samples)):
-                raise ValueError(
-                    PADDED.format(what=f"a list of {len(batch)}", count=max(1, samples))
-                )
-            is_length = type(one[0]) is int
-            rest = [
-                1 if is_length else _zeros(copy.deepcopy(one[0]))
-                for _ in range(self.rows - samples)
-            ]
-            return type(batch)([*batch[:samples], *rest])
+            raise ValueError(PADDED.format(what="a PackedSequence", count=count))
         if isinstance(one, Tensor | np.ndarray):
-            return batch if samples else _zeros(batch)
-        return _map_entries(lambda *entries: self._padded(samples, *entries), batch, one, two)
+            return batch if one.shape == two.shape else self._padded_rows(count, batch, one, two)
+        if isinstance(one, list | tuple) and len(one) != len(two):
+            if (len(one), len(two), len(batch)) != (1, 2, count):
+                raise ValueError(PADDED.format(what=f"a list of {len(batch)}", count=count))
+            copies = [copy.deepcopy(batch[0]) for _ in range(self.rows - count)]
+            return type(batch)([*batch, *copies])
+        return _map_entries(lambda *entries: self._padded(count, *entries), batch, one, two)
 
-    def _padded_rows(self, samples: int, batch: Any, one: Any, two: Any) -> Any:
+    def _padded_rows(self, count: int, batch: Any, one: Any, two: Any) -> Any:
         dim = growing_dim(one, two, self.batch_dim) or 0  # None: one is squeezed, and refused
-        if (one.shape[dim], two.shape[dim], batch.shape[dim]) != (1, 2, max(1, samples)):
+        if (one.shape[dim], two.shape[dim], batch.shape[dim]) != (1, 2, count):
             what = f"a tensor of shape {tuple(batch.shape)}"
-            raise ValueError(PADDED.format(what=what, count=max(1, samples)))
-        batch = batch[(slice(None),) * dim + (slice(samples),)]
-        shape = (*batch.shape[:dim], self.rows - samples, *batch.shape[dim + 1 :])
-        if isinstance(batch, Tensor):
-            is_length = batch.dim() == 1 and batch.dtype in WHOLE
-            return torch.cat((batch, batch.new_full(shape, int(is_length))), dim)
-        is_length = batch.ndim == 1 and np.issubdtype(batch.dtype, np.integer)
-        return np.concatenate((batch, np.full(shape, int(is_length), batch.dtype)), dim)
+            raise ValueError(PADDED.format(what=what, count=count))
+        rows = [*range(count), *[0] * (self.rows - count)]
+        return batch[(slice(None),) * dim + (rows,)]
 
 
 def growing_dim(one: Any, two: Any, batch_dim: int) -> int | None:
@@ -152,7 +137,7 @@ def growing_dim(one: Any, two: Any, batch_dim: int) -> int | None:
 
 
 PADDED = (
-    "collate_fn makes {what} of {count} samples, and pad_batches adds zeros where each sample has "
+    "collate_fn makes {what} of {count} samples, and pad_batches adds copies where each sample has "
     "one row: let dimension 0 of each tensor (of inputs 1, with batch_first=False) count the "
     "samples, or use pad_batches=False"
 )

@@ -78,8 +78,8 @@ class BatchMemoryManager(Uncopied, DataLoader):
     microbatches, all have three, some of them perhaps empty, if all pass the same
     `max_physical_batch_size`. A batch without samples is one empty microbatch.
 
-    With `pad_batches` every microbatch has `max_physical_batch_size` rows: zeros follow the
-    samples, or 1 where each has a whole number, as a length (`collate.PaddedCollate`). The yielded
+    With `pad_batches` every microbatch has `max_physical_batch_size` rows: copies of its first
+    sample follow, or of one of the data where it has none (`collate.PaddedCollate`). The yielded
     loader's `real` says how many samples there are. The network and the criterion compute with
     these rows, and nothing comes of them: their coefficients are 0, whatever their losses and
     gradients are, they are in no norm and no count, and a private loss prints the mean of the

@@ -22,7 +22,7 @@ class Ticket:
     Attributes:
         samples: how many there are.
         number: the number of the batch; None: it is not of a Poisson loader.
-        rows: the rows of the batch, if zeros follow its samples; None: there are none.
+        rows: the rows of the batch, if padding follows its samples; None: none does.
         fill: bool for each sample, True where it only fills up a unit of privacy; None: there is no
             such one.
         is_dummy: it is the made-up sample of `rand_on_empty`. Its gradient must be masked: were it
@@ -46,7 +46,7 @@ class Ticket:
     def real_of(self, rows: int) -> int:
         """Returns the number of a batch's rows that are samples, which come first.
 
-        Raises ValueError for a part of a batch in which zeros follow them.
+        Raises ValueError for a part of a batch in which padding follows them.
         """
         if self.rows is None:
             return rows

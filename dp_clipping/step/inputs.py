@@ -38,7 +38,8 @@ LISTED = (
 )
 OF_ZEROS = (
     "the batch has no sample, as a Poisson batch may, and the network cannot run on the row of "
-    "zeros that takes its place ({error}): let forward take one, of which nothing is used"
+    "zeros that takes its place ({error}): let forward take one, of which nothing is used, or give "
+    "make_private rand_on_empty=True, whose row is of random zeros and ones"
 )
 
 WITHOUT_GRAPH = (
@@ -119,7 +120,7 @@ class InputReader:
         given = batch = self.own_errors_first(find, args, kwargs)
         if given.bags and ticket.rows is not None:
             raise ValueError(
-                "pad_batches=True adds a row of zeros for each sample that a batch lacks, and ids "
+                "pad_batches=True adds a row for each sample that a batch lacks, and ids "
                 "with offsets have no rows: leave it out, as BatchMemoryManager(data_loader=loader,"
                 " max_physical_batch_size=.., optimizer=optimizer), or give nn.EmbeddingBag ids "
                 "[batch, tokens] of one length, padded with padding_idx"

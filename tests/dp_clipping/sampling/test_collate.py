@@ -74,7 +74,7 @@ def test_what_is_the_same_for_all_samples_keeps_its_shape():
     for sample in (torch.ones(2), torch.ones(3)):
         squeeze = lambda rows: torch.stack(rows).squeeze()  # noqa: E731
         assert empty_of(squeeze, sample).shape == (0,)
-        with pytest.raises(ValueError, match="adds zeros where each sample has one row"):
+        with pytest.raises(ValueError, match="adds copies where each sample has one row"):
             padded(squeeze, [sample])([sample])
 
 
@@ -105,8 +105,8 @@ def test_a_dataclass_is_empty_and_is_filled_up():
     found = empty_of(joined, samples[0])
     assert (type(found), found.x.shape, found.names) == (Graph, (0, 2), [])
     found = padded(joined, samples)(samples)
-    assert found.x.sum(1).tolist() == [2, 2, 0, 0]
-    assert found.names == ["a", "b", "", ""]
+    assert found.x.sum(1).tolist() == [2, 2, 2, 2]
+    assert found.names == ["a", "b", "a", "a"]
 
 
 def test_nothing_of_the_sample_is_in_it():
@@ -157,16 +157,14 @@ def padded(collate_fn, samples, rows=4, batch_dim=0):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
-def test_zeros_follow_the_samples(count):
+def test_copies_follow_the_samples(count):
     samples = [(torch.full((3,), 1.0 + i), i + 1, np.full(2, i + 1.0)) for i in range(4)]
     x, label, array = padded(default_collate, samples)(samples[:count])
     whole = default_collate(samples)
     for found, expected in zip((x, label, array), whole, strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert torch.equal(found[:count], expected[:count])
-    assert not x[count:].any()
-    assert not array[count:].any()
-    assert (label[count:] == 1).all()
+        assert torch.equal(found[count:], expected[:1].expand_as(found[count:]))
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -181,8 +179,8 @@ def test_structures_and_lists_of_samples_are_filled_up(count):
     samples = [("a", torch.ones(3)), ("b", torch.ones(3))]
     found = padded(lists, samples)(samples[:count])
     assert isinstance(found, BatchEncoding)
-    assert found.to("cpu")["ids"].sum(1).tolist() == [3.0] * count + [0.0] * (4 - count)
-    assert found["names"] == ["a", "b"][:count] + [""] * (4 - count)
+    assert found.to("cpu")["ids"].tolist() == [[1.0] * 3] * 4
+    assert found["names"] == ["a", "b"][:count] + ["a"] * (4 - count)
     assert found["pair"].x.shape == (4, 2)
     assert found["pair"].y == "mean"
     assert found["position"].shape == (1, 3)
@@ -193,23 +191,11 @@ def test_the_samples_may_be_in_the_second_dimension():
     def time_major(samples):
         return torch.stack([x for x, _ in samples], dim=1), torch.tensor([y for _, y in samples])
 
-    samples = [(torch.ones(5, 3), 1)] * 2
+    samples = [(torch.ones(5, 3), 1), (torch.full((5, 3), 2.0), 2)]
     x, labels = padded(time_major, samples, batch_dim=1)(samples)
     assert x.shape == (5, 4, 3)
-    assert x.sum((0, 2)).tolist() == [15.0, 15.0, 0.0, 0.0]
-    assert labels.tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
-@pytest.mark.parametrize("count", [0, 2])
-def test_lengths_are_never_zero(kind, count):
-    """`pack_padded_sequence` takes no sequence without an element."""
-    samples = [torch.ones(3), torch.ones(2)]
-    x, lengths = padded(
-        lambda s: (pad_sequence(s, batch_first=True), kind([len(x) for x in s])), samples
-    )(samples[:count])
-    assert list(lengths) == [3, 2][:count] + [1] * (4 - count)
-    assert not x[count:].any()
+    assert x.sum((0, 2)).tolist() == [15.0, 30.0, 15.0, 15.0]
+    assert labels.tolist() == [1, 2, 1, 1]
 
 
 def test_rows_that_are_no_samples_are_refused():

@@ -291,7 +291,7 @@ def padded(run, size=4):
 
 
 class TestPadded:
-    """Through the front door: zeros follow the samples, and nothing comes of them."""
+    """Through the front door: copies follow the samples, and nothing comes of them."""
 
     @pytest.mark.parametrize(
         "options",
@@ -376,13 +376,14 @@ class TestPadded:
                     break
 
     @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "per_sample"])
-    def test_what_zeros_become_poisons_nothing(self, mode):
+    def test_what_padding_becomes_poisons_nothing(self, mode):
         options = {"grad_sample_mode": mode, "module": nn.Sequential(Direction(), zoo.mlp(6, 8, 3))}
         assert not options["module"](torch.zeros(1, 6)).isfinite().any()
         run, alone = (build(**copy.deepcopy(options)) for _ in range(2))
         train(alone, 3)
         with padded(run) as pieces:
             for x, y, _ in pieces:
+                x[pieces.real :] = 0
                 run.criterion(run.model(x), y).backward()
                 assert run.model.nonfinite_samples == 0
                 assert run.model.per_sample_gradient_norms.isfinite().all()
@@ -392,11 +393,27 @@ class TestPadded:
                     break
         np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=1e-6)
 
+    def test_networks_that_look_at_a_row_run(self):
+        """As those of transformers that count the tokens of a mask; a batch may have no sample."""
+
+        def looks(net, x):
+            assert x.any(-1).all()
+            return net.layer(x)
+
+        run = build(module=zoo.Net(looks, layer=zoo.mlp(6, 8, 3)), batch_size=1)
+        reals = []
+        with padded(run) as pieces:
+            for x, y, _ in pieces:
+                reals.append(pieces.real)
+                step(run, (x, y))
+        assert 0 in reals
+        assert max(reals) > 0
+
     def test_a_sample_that_is_not_finite_is_counted_beside_them(self):
         run = build(batch_size=8)
         with padded(run, 24) as pieces:
             x, y, _ = next(iter(pieces))
-            x[0] = torch.nan
+            x[0] = x[pieces.real :] = torch.nan  # and its copies
             run.criterion(run.model(x), y).backward()
             assert 1 < pieces.real < 24
             assert run.model.nonfinite_samples == 1
@@ -424,9 +441,8 @@ class TestPadded:
         found = []
         for real in range(1, 4):
             usage.hand_over(Ticket(real, rows=4))
-            rows = torch.cat((x[:real], torch.zeros_like(x[: 4 - real])))
-            targets = torch.cat((y[:real], torch.zeros_like(y[: 4 - real])))
-            run.criterion(run.model(rows), targets).backward()
+            rows = [*range(real), *[0] * (4 - real)]
+            run.criterion(run.model(x[rows]), y[rows]).backward()
             found.append(run.model.per_sample_gradient_norms[0].item())
             run.optimizer.zero_grad()
         assert len(set(found)) == 1
