@@ -69,7 +69,7 @@ def picked(net: nn.Module, x: Tensor) -> Tensor:
     return x + net.layer(x[torch.arange(len(x)), place])[:, None]
 
 
-LAYERS = {
+TOKENS = {
     "linear": linear,
     "norm": lambda d, t: nn.LayerNorm(d),
     "rms norm": lambda d, t: nn.RMSNorm(d),
@@ -113,6 +113,81 @@ LAYERS = {
     "picked": of(picked, layer=linear),
     "weight norm": lambda d, t: nn.utils.parametrizations.weight_norm(nn.Linear(d, d)),
 }  # fmt: skip
+
+
+def resized(net: nn.Module, x: Tensor) -> Tensor:
+    return F.interpolate(net.layer(F.avg_pool2d(x, 2, ceil_mode=True)), x.shape[2:])
+
+
+def gated(net: nn.Module, x: Tensor) -> Tensor:
+    return x * net.layer(x.mean((2, 3), keepdim=True)).sigmoid()
+
+
+def in_windows(net: nn.Module, x: Tensor) -> Tensor:
+    """Patches of 2 x 2 as tokens of a layer; what is left over at an edge stays."""
+    d, height, width = x.shape[1:]
+    y = x.clone()
+    inner = x[:, :, : height // 2 * 2, : width // 2 * 2]
+    patches = inner.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 4, 5, 1)
+    patches = net.layer(patches.flatten(3)).unflatten(-1, (2, 2, d)).permute(0, 5, 1, 3, 2, 4)
+    y[:, :, : inner.shape[2], : inner.shape[3]] = patches.reshape(inner.shape)
+    return y
+
+
+def rows(net: nn.Module, x: Tensor) -> Tensor:
+    count, d, height, width = x.shape
+    y = net.layer(x.transpose(1, 2).reshape(count * height, d, width))
+    return y.unflatten(0, (count, height)).transpose(1, 2)
+
+
+def evaluated(d: int, t: int) -> nn.Module:
+    """Normalises with fixed statistics, also in training."""
+    layer = nn.BatchNorm2d(d).eval()
+    layer.train = lambda mode=True: layer
+    return layer
+
+
+def convolution(d: int, t: int, **options) -> nn.Module:
+    return nn.Conv2d(d, d, **{"kernel_size": 3, "padding": 1} | options)
+
+
+IMAGES = {
+    "convolution": convolution,
+    "of channels": lambda d, t: convolution(d, t, groups=d, bias=False),
+    "in groups": lambda d, t: convolution(d, t, groups=2, kernel_size=(3, 1), padding=(1, 0)),
+    "pointwise": lambda d, t: convolution(d, t, kernel_size=1, padding=0),
+    "dilated": lambda d, t: convolution(d, t, dilation=2, padding="same"),
+    "reflected": lambda d, t: convolution(d, t, padding_mode="reflect"),
+    "circular": lambda d, t: convolution(
+        d, t, padding_mode="circular", kernel_size=(1, 3), padding=(0, 1)
+    ),
+    "larger": lambda d, t: convolution(d, t, kernel_size=5, padding=2),
+    "down and up": of(
+        lambda net, x: net.up(F.relu(net.down(x)), output_size=x.shape[2:]),
+        down=lambda d, t: nn.Conv2d(d, 2 * d, 3, 2, 1),
+        up=lambda d, t: nn.ConvTranspose2d(2 * d, d, 3, 2, 1),
+    ),
+    "transposed": lambda d, t: nn.ConvTranspose2d(d, d, 3, padding=1, groups=2),
+    "group norm": lambda d, t: nn.GroupNorm(2, d),
+    "instance norm": lambda d, t: nn.InstanceNorm2d(d, affine=True),
+    "fixed norm": evaluated,
+    "channels last": of(
+        lambda net, x: net.norm(net.layer(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2),
+        layer=linear, norm=lambda d, t: nn.LayerNorm(d),
+    ),
+    "memory format": of(
+        lambda net, x: net.layer(x.contiguous(memory_format=torch.channels_last)),
+        layer=convolution,
+    ),
+    "prelu": lambda d, t: nn.PReLU(d),
+    "resized": of(resized, layer=convolution),
+    "gated": of(gated, layer=lambda d, t: convolution(d, t, kernel_size=1, padding=0)),
+    "windows": of(in_windows, layer=lambda d, t: nn.Linear(4 * d, 4 * d)),
+    "rows": of(rows, layer=lambda d, t: nn.Conv1d(d, d, 3, padding=1)),
+    "scale": of(
+        lambda net, x: x * net.scale[:, None, None] + x, scale=lambda d, t: numbers(d),
+    ),
+}  # fmt: skip
 USES = {
     "once": lambda layer, x: layer(x),
     "beside": lambda layer, x: x + layer(x),
@@ -132,34 +207,33 @@ TOLERANCES = {
 
 
 class Drawn(nn.Module):
-    """A network of [B, T, D], or of ids [B, T], to [B, T, 3].
+    """A network of tokens [B, T, D], of ids [B, T], or of images [B, D, T, T], to [B, .., 3].
 
     Attributes:
         said: its layers and their uses.
     """
 
-    def __init__(
-        self, draw: random.Random, width: int, tokens: int, has_ids: bool, names: list[str]
-    ):
+    def __init__(self, draw: random.Random, kind: str, width: int, tokens: int, names: list[str]):
         super().__init__()
-        self.words = nn.Embedding(WORDS, width) if has_ids else nn.Identity()
+        self.words = nn.Embedding(WORDS, width) if kind == "ids" else nn.Identity()
         self.layers, self.uses, self.said = nn.ModuleList(), [], []
         for _ in range(draw.randint(1, 4)):
             name, use = draw.choice(names), draw.choice([*USES])
-            layer = LAYERS[name](width, tokens)
+            layer = (IMAGES if kind == "images" else TOKENS)[name](width, tokens)
             if self.layers and draw.random() < 0.2:
                 name, layer = self.said[0].partition(": ")[0], self.layers[0]
-            if (name, use) == ("time major", "doubled"):  # is refused
+            if name in ("time major", "rows") and use == "doubled":  # is refused
                 use = "once"
             self.layers.append(layer)
             self.uses.append(use)
             self.said.append(f"{name}: {use}")
-        alike = [m for m in self.modules() if type(m) is nn.Linear and len(m.weight) == width]
-        alike = [m for m in alike if m.in_features == width]
-        if len(alike) > 1 and draw.random() < 0.25:
-            alike[-1].weight = alike[0].weight
-            self.said.append("tied")
         self.head = nn.Linear(width, 3)
+        weighted = [m for m in self.modules() if type(m) in (nn.Linear, nn.Conv2d)]
+        one = draw.choice(weighted)
+        alike = [m for m in weighted if m is not one and m.weight.shape == one.weight.shape]
+        if alike and draw.random() < 0.4:
+            alike[0].weight = one.weight
+            self.said.append("tied")
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -168,28 +242,36 @@ class Drawn(nn.Module):
         x = self.words(x)
         for layer, use in zip(self.layers, self.uses, strict=True):
             x = USES[use](layer, x)
-        return self.head(x)
+        return self.head(x if x.dim() == 3 else x.flatten(2).mT)
 
 
 def check(seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> None:
     """Compares two steps, on batches of different sizes, with some samples clipped."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    names, modes, width, tokens = [*LAYERS], [*MODES], 4, draw.choice([3, 4, 5])
+    kind, modes = draw.choice(["tokens", "ids", "images", "images"]), [*MODES]
+    names, width, tokens = [*(IMAGES if kind == "images" else TOKENS)], 4, draw.choice([3, 4, 5])
+    if device == "cpu":
+        # PyTorch's backward of one sample is wrong where its gradient is in channels_last.
+        names = [name for name in names if name != "instance norm"]
     if device == "cuda":
         modes += ["flash", "flash_bookkeeping"]
         width, tokens = draw.choice([32, 64, 128]), draw.choice([5, 33, 64, 130])
-        names.remove("picked")  # the largest of numbers that are rounded may be another
-    has_ids = draw.random() < 0.3
-    network = Drawn(draw, width, tokens, has_ids, names).to(device, dtype)
+        # The largest of numbers that are rounded may be another one.
+        names = [name for name in names if name != "picked"]
+    if kind == "images":
+        tokens = min(tokens, 33)
+    network = Drawn(draw, kind, width, tokens, names).to(device, dtype)
     plain, mode, size = copy.deepcopy(network), draw.choice(modes), draw.choice([2, 3, 4, 5])
-    print(seed, mode, f"[{size}, {tokens}, {width}]", *plain.said, sep=", ")
+    print(seed, mode, kind, f"[{size}, {tokens}, {width}]", *plain.said, sep=", ")
     is_used_before, model = draw.random() < 0.5, None
+    shape = {"tokens": (tokens, width), "ids": (tokens,), "images": (width, tokens, tokens)}[kind]
     for count in (size, draw.choice([1, size, size + 1, 2 * size])):
-        x = torch.randn(count, tokens, width, dtype=torch.float64)
-        y = torch.randn(count, tokens, 3, dtype=torch.float64)
+        x = torch.randn(count, *shape, dtype=torch.float64)
+        x = torch.randint(WORDS, x.shape) if kind == "ids" else x.to(dtype)
+        places = tokens**2 if kind == "images" else tokens
+        y = torch.randn(count, places, 3, dtype=torch.float64)
         y[0] *= 30
-        x = torch.randint(WORDS, (count, tokens)) if has_ids else x.to(dtype)
         batch = x.to(device), y.to(device)
         gradients = oracle.per_sample_gradients(plain, batch, zoo.product)
         if model is None:
