@@ -19,7 +19,7 @@ from dp_clipping.capture.samples.batch import Shapes, are_samples, keyed, map_te
 from dp_clipping.guard.carried import Restored
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.trials.objects import State
-from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more
+from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more, rounded
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.seen import Seen
@@ -126,7 +126,7 @@ class Criterion:
         shapes: the shapes of earlier calls.
     """
 
-    repeats = 0
+    repeats = 5
 
     def __init__(
         self, per_sample: Callable[..., Tensor], state: State, args: tuple, kwargs: dict,
@@ -289,6 +289,7 @@ class Criterion:
         losses, leaves, is_random = self._losses(
             lambda own: own.index_select(0, rows.to(own.device)),
             self._shape and (size, *self._shape[1:]),
+            None if seed is None else torch.Generator(self.device).manual_seed(seed),
         )
         if losses.shape != (size,):
             raise ValueError(f"{tuple(losses.shape)} losses of {size} samples")
@@ -304,12 +305,14 @@ class Criterion:
         return seen
 
     def _losses(
-        self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None
-    ) -> tuple[Tensor, dict[int, Tensor], bool]:
+        self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None,
+        rounding: torch.Generator | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor], bool]:  # fmt: skip
         """Calls the criterion with other samples where they are given, and puts its state back.
 
         Args:
             change: takes an argument with the samples in front; returns it with others.
+            rounding: draws errors of the size of rounding, which arguments get; None: they do not.
 
         Returns:
             Its losses, number of a tensor -> leaf of the graph, and whether it drew numbers.
@@ -323,7 +326,7 @@ class Criterion:
                 own = layout.restore(change(layout.batch_first(own, self._size)))
             if x.requires_grad:
                 leaves[n] = own = own.detach().requires_grad_()
-            return own.clone()  # which the criterion may change in place
+            return rounded(own.clone(), rounding)  # which the criterion may change in place
 
         with (
             torch.enable_grad(), Restored(self._state), self._autocast(),

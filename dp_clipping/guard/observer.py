@@ -35,7 +35,7 @@ from dp_clipping.torch_compat import (
     tree_map,
     version_of,
 )
-from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed
+from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed, rounded
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
 
@@ -111,7 +111,7 @@ class Observer:
         modules = every_module(self._capture.network) if self._capture.sharding is None else ()
         states = RandomStates(modules, self.device)
         arguments = tree_map(
-            lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor) else x, arguments
+            lambda x: rounded(_apart(x), rounding) if isinstance(x, Tensor) else x, arguments
         )
         with (
             full_float32(layers=True),
@@ -130,7 +130,7 @@ class Observer:
                 calls.seen.add("", "output", summary(output, layout, len(scale)))
                 if output.requires_grad and output.is_floating_point():
                     gradient = self._gradient(output, layout, scale, drawn, chosen)
-                    starts.append((output, _rounded(gradient, rounding)))
+                    starts.append((output, rounded(gradient, rounding)))
             if starts:
                 self._backward(starts, calls.triggers)
             calls.seen.is_random = states.have_moved
@@ -232,16 +232,16 @@ class _Calls:
     def _with_errors_inside(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `run`, in which outputs of modules in one that is captured whole have errors."""
 
-        def rounded(_: nn.Module, args: Any, output: Any) -> Any:
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
             return tree_map(
-                lambda y: _rounded(y, self._rounding) if isinstance(y, Tensor) else y, output
+                lambda y: rounded(y, self._rounding) if isinstance(y, Tensor) else y, output
             )
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as hooks:
                 for inner in every_module(module):
                     if inner is not module and "_private" not in vars(inner):
-                        hooks.callback(inner.register_forward_hook(rounded).remove)
+                        hooks.callback(inner.register_forward_hook(after).remove)
                 return run(*args, **kwargs)
 
         return call
@@ -258,7 +258,7 @@ class _Calls:
             layout = Layout("dimension", 0)
 
         def arrived(gradient: Tensor) -> Tensor:
-            gradient = _rounded(gradient, self._rounding)
+            gradient = rounded(gradient, self._rounding)
             rows = local(gradient)
             if packed is not None:
                 rows = all_tokens(packed._replace(data=rows))
@@ -267,7 +267,7 @@ class _Calls:
 
         # Under autocast a recurrent layer computes in 16 bit, and returns float32.
         dtype = product_dtype(y) if handle.kind == "recurrent" else y.dtype
-        y = _rounded(y, self._rounding, dtype) + self._trigger(y)
+        y = rounded(y, self._rounding, dtype) + self._trigger(y)
         if y.requires_grad:
             number = self.seen.number(handle.name, "gradient")
             y.register_hook(arrived)
@@ -331,9 +331,9 @@ def _rounded_arguments(args: tuple, kwargs: dict, draw: torch.Generator) -> Argu
     def one(x: Any) -> Any:
         if id(x) not in done:
             if isinstance(x, PackedSequence):
-                done[id(x)] = x._replace(data=_rounded(x.data, draw))
+                done[id(x)] = x._replace(data=rounded(x.data, draw))
             else:
-                done[id(x)] = _rounded(x, draw) if isinstance(x, Tensor) else x
+                done[id(x)] = rounded(x, draw) if isinstance(x, Tensor) else x
         return done[id(x)]
 
     return tuple(map(one, args)), {key: one(x) for key, x in kwargs.items()}
@@ -342,38 +342,3 @@ def _rounded_arguments(args: tuple, kwargs: dict, draw: torch.Generator) -> Argu
 def _apart(x: Tensor) -> Tensor:
     """Returns an input without the graph that is before it, which backwards would free."""
     return x if x.is_leaf else x.detach().requires_grad_()
-
-
-def _rounded(
-    x: Tensor, draw: torch.Generator | None, dtype: torch.dtype | None = None
-) -> Tensor:  # fmt: skip
-    """Returns x with errors of the size of its dtype's rounding, which whole numbers have none of.
-
-    One part of an error follows from the number: what is equal stays equal, so that comparisons,
-    and the softmax of a row of one large constant, stay what they are. The other one has the signs
-    of the numbers: sums change by it as their terms are large, however small the sum is, as by the
-    order of the terms.
-
-    Args:
-        dtype: in which x was computed; default: its own.
-    """
-    if draw is None or is_sharded(x) or not x.is_floating_point():
-        return x
-    eps, values = torch.finfo(dtype or x.dtype).eps, x.detach()
-    errors = _of_bits(values, draw.initial_seed())
-    if eps <= torch.finfo(torch.float32).eps:  # sums of others have finer rounding than they
-        common = torch.randn((), generator=draw, device=x.device, dtype=torch.float32)
-        errors = errors + common * values.sign()
-    is_whole = (values == values.round()) & (values.abs() < 1 / eps)
-    errors = (errors * (eps / 4)).masked_fill(is_whole, 0)
-    y = (x * (1 + errors.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)
-    return torch.where(y.isfinite(), y, x)  # the largest number has none above it
-
-
-def _of_bits(x: Tensor, seed: int) -> Tensor:
-    """Returns numbers of mean 0 and variance 1, float32, the same for equal numbers of x."""
-    wide = x.dtype == torch.float64
-    bits = x.view(torch.int64) if wide else x.float().view(torch.int32).long()
-    bits = (bits + seed) * -0x61C8864680B583EB  # an odd number, as Knuth's multiplicative hash has
-    bits = (bits ^ (bits >> 32)) * -0x61C8864680B583EB
-    return ((bits >> 40).float() / 2**23) * 3**0.5  # of 24 bits with a sign: even on [-√3, √3]

@@ -145,7 +145,7 @@ ROWS = [
     ("a step of noise alone is looked for in each step", "optimizer.py",
      "state.had_finite = finite > 0", "pass", OPTIMIZER),
     ("errors of rounding leave arguments as they are", "guard/observer.py",
-     "lambda x: _rounded(_apart(x), rounding) if isinstance(x, Tensor)", "lambda x: x if True",
+     "lambda x: rounded(_apart(x), rounding) if isinstance(x, Tensor)", "lambda x: x if True",
      MIXING, "another_order"),
     ("a refusal of all ranks is none", "distributed/agreement.py",
      "if highest == -negated_lowest and settings.get(REFUSAL) is not None:", "if False:",

@@ -454,6 +454,23 @@ def test_a_loss_across_the_batch_is_refused(name, size):
     assert all(p.grad is None for p in model.network.parameters())
 
 
+@pytest.mark.parametrize("mixing", [0.0, 1e-2])
+@pytest.mark.parametrize("size", [2, 4, 7])
+def test_a_loss_of_nearly_cancelling_terms_that_are_summed_in_another_order(size, mixing):
+    def another_order(criterion, outputs, targets):
+        terms = (outputs * targets).unbind(1)
+        total = functools.reduce(torch.add, terms if len(outputs) % 2 else terms[::-1])
+        return total * (1 + mixing * outputs.detach().abs().mean())
+
+    network = nn.Linear(5, 3)
+    x = torch.randn(size, 5)
+    y = 1e4 * torch.cross(network(x).detach(), torch.randn(size, 3), dim=1) + torch.randn(size, 3)
+    model = private(network)
+    loss = PrivateCriterion(model, Loss(another_order), "mean")
+    with pytest.raises(ValueError, match=OF_OTHERS) if mixing else nullcontext():
+        loss(model(x), y).backward()
+
+
 LATER = [name for name, (_, message) in ACROSS.items() if message and "carried" not in message]
 
 
