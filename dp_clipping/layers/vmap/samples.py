@@ -19,6 +19,7 @@ from dp_clipping.layers.vmap.refusals import leaves_samples, reason_of, refusal_
 from dp_clipping.torch_compat import (
     PLAIN_LEAVES,
     is_passed_on,
+    never_compiled,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -103,6 +104,7 @@ def may_loop(module: nn.Module) -> bool:
     return not any(isinstance(m, fsdp_classes()) for m in module.modules() if m is not module)
 
 
+@never_compiled
 def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Returns what `torch.vmap` would, from one call for each sample.
 
