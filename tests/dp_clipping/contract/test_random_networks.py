@@ -7,6 +7,7 @@ meet each other: reused, tied, in parts of the batch, computed again, with other
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -245,8 +246,14 @@ class Drawn(nn.Module):
         return self.head(x if x.dim() == 3 else x.flatten(2).mT)
 
 
-def check(seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> None:
-    """Compares two steps, on batches of different sizes, with some samples clipped."""
+def check(
+    seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64, in_16_bit: bool = False
+) -> None:
+    """Compares two steps, on batches of different sizes, with some samples clipped.
+
+    Args:
+        in_16_bit: by autocast.
+    """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     kind, modes = draw.choice(["tokens", "ids", "images", "images"]), [*MODES]
@@ -265,6 +272,8 @@ def check(seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64) ->
     plain, mode, size = copy.deepcopy(network), draw.choice(modes), draw.choice([2, 3, 4, 5])
     print(seed, mode, kind, f"[{size}, {tokens}, {width}]", *plain.said, sep=", ")
     is_used_before, model = draw.random() < 0.5, None
+    autocast = partial(torch.autocast, device, torch.bfloat16, enabled=in_16_bit)
+    tolerances = TOLERANCES[torch.bfloat16 if in_16_bit else dtype]
     shape = {"tokens": (tokens, width), "ids": (tokens,), "images": (width, tokens, tokens)}[kind]
     for count in (size, draw.choice([1, size, size + 1, 2 * size])):
         x = torch.randn(count, *shape, dtype=torch.float64)
@@ -277,10 +286,12 @@ def check(seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64) ->
         if model is None:
             limit = oracle.norms(gradients).median().item()
             model = private(network, mode, max_grad_norm=limit)
-        if is_used_before:  # what libraries keep of an ordinary step is there for the private one
-            zoo.product(plain(batch[0]), batch[1]).sum().backward()
-        ordinary = oracle.per_sample_gradients(plain, batch, zoo.product, dtype)
-        compare(clipped_sums(model, batch), model, gradients, ordinary, limit, TOLERANCES[dtype])
+        with autocast():
+            if is_used_before:  # what libraries keep of an ordinary step is there for a private one
+                zoo.product(plain(batch[0]), batch[1]).sum().backward()
+            ordinary = oracle.per_sample_gradients(plain, batch, zoo.product, dtype)
+            sums = clipped_sums(model, batch)
+        compare(sums, model, gradients, ordinary, limit, tolerances)
 
 
 def compare(
@@ -319,11 +330,12 @@ def test_a_step_is_that_of_one_sample_at_a_time(first):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize(
     "first", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(20, 400, 20)]]
 )
-def test_on_a_gpu(first, dtype, monkeypatch):
+def test_on_a_gpu(first, how, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     for seed in range(first, first + 20):
-        check(seed, "cuda", dtype)
+        check(seed, "cuda", dtype, in_16_bit=how == "autocast")
