@@ -284,15 +284,16 @@ def _flattened_order(
     return "sample_major" if sample_major else "time_major"
 
 
-def is_close(a: Tensor, b: Tensor, tolerance: float = 1e-2) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
     """Returns whether both are equal up to what kernels of another batch size round.
 
-    What is not finite counts as zero: one sample of the first batch may have such values.
+    In 16 bit they add up. What is not finite, as one sample may be, counts as zero.
     """
     if not a.is_floating_point():
         return torch.equal(a, b)
+    is_short = a.itemsize < 4 or torch.is_autocast_enabled(a.device.type)
     a, b = (x.double().nan_to_num(0, 0, 0) for x in (a, b))
-    return bool((a - b).norm() <= tolerance * b.norm())
+    return bool((a - b).norm() <= (5e-2 if is_short else 1e-2) * b.norm())
 
 
 def first_tokens(packed: PackedSequence) -> Tensor:
