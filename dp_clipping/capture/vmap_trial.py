@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dp_clipping.capture.network import Arguments, CapturedNetwork, fixed_like, plain_run
 from dp_clipping.capture.samples.batch import refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of, plain_name
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap, is_close
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.own import Own, UnknownOperation, replaced, taken_for
@@ -39,6 +39,7 @@ from dp_clipping.trials.objects import Objects
 from dp_clipping.trials.places import PLAIN
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.routing import Routing
+from dp_clipping.trials.tolerances import are_close
 
 Found = tuple[list[Tensor], list[Tensor]]
 """Holds what a module returns, and a gradient of each parameter."""
@@ -234,10 +235,10 @@ class _Trial:
         if found is None:
             return self._plain(module, args, kwargs)
         results, gradients = found
-        is_same = as_left and _are_close(results, _values(made))
+        is_same = as_left and are_close(results, _values(made))
         if is_whole:
             each = [torch.stack(one) for one in zip(*wanted, strict=True)]
-            if not (is_same and _are_close(gradients, each)):
+            if not (is_same and are_close(gradients, each)):
                 error = UnknownOperation("its results or gradients are not those of each sample")
                 self._give_up(handle, error)
         elif not is_random and not (is_same and all(
@@ -391,10 +392,3 @@ def _numbers_in(*roots: Any) -> list[tuple[str, Any]]:
         for key, value in place.copy().items()
         if all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple) else (value,)))
     ]
-
-
-def _are_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    if [y.shape for y in found] != [y.shape for y in wanted]:
-        return False
-    real = [[torch.view_as_real(y) if y.is_complex() else y for y in ys] for ys in (found, wanted)]
-    return all(map(is_close, *real))
