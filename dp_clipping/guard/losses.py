@@ -312,7 +312,7 @@ class Criterion:
 
         Args:
             change: takes an argument with the samples in front; returns it with others.
-            rounding: draws errors of the size of rounding, which arguments get; None: they do not.
+            rounding: draws errors of the size of rounding, which outputs get; None: they do not.
 
         Returns:
             Its losses, number of a tensor -> leaf of the graph, and whether it drew numbers.
@@ -326,7 +326,9 @@ class Criterion:
                 own = layout.restore(change(layout.batch_first(own, self._size)))
             if x.requires_grad:
                 leaves[n] = own = own.detach().requires_grad_()
-            return rounded(own.clone(), rounding)  # which the criterion may change in place
+            # Targets have no errors: a comparison with a constant may depend on their last bit.
+            draw = rounding if x.requires_grad else None
+            return rounded(own.clone(), draw)  # which the criterion may change in place
 
         with (
             torch.enable_grad(), Restored(self._state), self._autocast(),
