@@ -215,15 +215,19 @@ class Criterion:
         return None if is_random or losses.shape != (1,) else float(losses.detach())
 
     def _agree(self, rows: Tensor, number: int) -> bool:
-        """Returns whether losses of these samples are the same beside others, and among more."""
+        """Returns whether losses of these samples are the same beside others, and among more.
+
+        Where random numbers are drawn, only beside others.
+        """
         size, self._given, self._rows = len(rows), self._likeliest, rows
         try:
             probe = Probe(self)
         except Exception:  # it does not take so few
             return False
         for which, one in enumerate(halves(size, number)):
-            perturbed = one.among_more(SIDES[which % 2])
-            if self._agrees(probe, self._likeliest, perturbed) is not True:
+            if not probe.base.is_random:  # among more samples it draws other numbers
+                one = one.among_more(SIDES[which % 2])
+            if self._agrees(probe, self._likeliest, one) is not True:
                 return False
         return True
 

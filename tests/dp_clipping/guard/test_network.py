@@ -422,6 +422,14 @@ ACROSS = {
     ),
     "their places": (lambda c, o, t: plain(c, o, t) * torch.arange(1, len(o) + 1), OF_OTHERS),
     "noise": (lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1), None),
+    "others' targets by chance": (
+        lambda c, o, t: (o - t[torch.randperm(len(t))]).square().sum(1),
+        OF_OTHERS,
+    ),
+    "noise beside a mean": (
+        lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1) * o.detach().abs().mean(),
+        OF_OTHERS,
+    ),
     "dropout": (lambda c, o, t: plain(c, nn.functional.dropout(o, 0.02), t), None),
     "noise of Python": (lambda c, o, t: plain(c, o, t) * random.random(), None),
 }
