@@ -177,7 +177,7 @@ class LayoutDiscovery:
         Args:
             whole: the loader's batch.
             alone: samples of it that were collated alone.
-            rows: of the batch; zeros may follow the samples.
+            rows: of the batch; padding may follow the samples.
             batch: its samples, as arguments of the network.
 
         Raises:

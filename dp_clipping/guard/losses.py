@@ -215,15 +215,19 @@ class Criterion:
         return None if is_random or losses.shape != (1,) else float(losses.detach())
 
     def _agree(self, rows: Tensor, number: int) -> bool:
-        """Returns whether losses of these samples are the same beside others, and among more."""
+        """Returns whether losses of these samples are the same beside others, and among more.
+
+        Where random numbers are drawn, only beside others.
+        """
         size, self._given, self._rows = len(rows), self._likeliest, rows
         try:
             probe = Probe(self)
         except Exception:  # it does not take so few
             return False
         for which, one in enumerate(halves(size, number)):
-            perturbed = one.among_more(SIDES[which % 2])
-            if self._agrees(probe, self._likeliest, perturbed) is not True:
+            if not probe.base.is_random:  # among more samples it draws other numbers
+                one = one.among_more(SIDES[which % 2])
+            if self._agrees(probe, self._likeliest, one) is not True:
                 return False
         return True
 
@@ -312,7 +316,7 @@ class Criterion:
 
         Args:
             change: takes an argument with the samples in front; returns it with others.
-            rounding: draws errors of the size of rounding, which arguments get; None: they do not.
+            rounding: draws errors of the size of rounding, which outputs get; None: they do not.
 
         Returns:
             Its losses, number of a tensor -> leaf of the graph, and whether it drew numbers.
@@ -326,7 +330,9 @@ class Criterion:
                 own = layout.restore(change(layout.batch_first(own, self._size)))
             if x.requires_grad:
                 leaves[n] = own = own.detach().requires_grad_()
-            return rounded(own.clone(), rounding)  # which the criterion may change in place
+            # Targets have no errors: a comparison with a constant may depend on their last bit.
+            draw = rounding if x.requires_grad else None
+            return rounded(own.clone(), draw)  # which the criterion may change in place
 
         with (
             torch.enable_grad(), Restored(self._state), self._autocast(),

@@ -1,7 +1,7 @@
 """One forward and backward of the plain network, and what each layer sees of each sample in it."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -115,6 +115,7 @@ class Observer:
         )
         with (
             full_float32(layers=True),
+            nullcontext() if rounding is None else calls.errors_inside(self._capture.network),
             plain_run(
                 self._capture, *arguments, calls.watch, has_graph=True, has_dropout=True
             ) as outputs,
@@ -197,6 +198,25 @@ class _Calls:
         self.last_input: tuple[tuple, Tensor, Summary] | None = None
         self._anchors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
+    @contextmanager
+    def errors_inside(self, network: nn.Module) -> Iterator[None]:
+        """Enters a context in which modules in those that are captured whole round, too.
+
+        It is left after the backward, which calls checkpointed ones again.
+        """
+
+        def after(_: nn.Module, args: Any, output: Any) -> Any:
+            return tree_map(
+                lambda y: rounded(y, self._rounding) if isinstance(y, Tensor) else y, output
+            )
+
+        captured = [m for m in every_module(network) if "_private" in vars(m)]
+        whole = [m for m in captured if not vars(m)["_private"].operations]
+        with ExitStack() as hooks:
+            for inner in {m for one in whole for m in every_module(one)}.difference(captured):
+                hooks.callback(inner.register_forward_hook(after).remove)
+            yield
+
     def watch(
         self, module: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
@@ -204,7 +224,6 @@ class _Calls:
         handle: LayerState = vars(module)["_private"]
         if self._rounding is not None:
             args, kwargs = _rounded_arguments(args, kwargs, self._rounding)
-            run = self._with_errors_inside(module, run)
         inputs = [local(x) for x in handle.tensors((args, kwargs), whole=True)]
         layouts = handle.seen(inputs)
         if not is_in_backward():  # a checkpointed block is computed again in it
@@ -228,23 +247,6 @@ class _Calls:
         if isinstance(output, Tensor):
             return note(output)
         return tree_map(note, output, is_leaf=lambda y: isinstance(y, PackedSequence))
-
-    def _with_errors_inside(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `run`, in which outputs of modules in one that is captured whole have errors."""
-
-        def after(_: nn.Module, args: Any, output: Any) -> Any:
-            return tree_map(
-                lambda y: rounded(y, self._rounding) if isinstance(y, Tensor) else y, output
-            )
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as hooks:
-                for inner in every_module(module):
-                    if inner is not module and "_private" not in vars(inner):
-                        hooks.callback(inner.register_forward_hook(after).remove)
-                return run(*args, **kwargs)
-
-        return call
 
     def _of_output(
         self, handle: LayerState, y: Tensor, layout: Layout | None,

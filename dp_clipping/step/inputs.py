@@ -39,7 +39,8 @@ LISTED = (
 OF_ZEROS = (
     "the batch has no sample, as a Poisson batch may, and the network cannot run on the row of "
     "zeros that takes its place ({error}): let forward take one, of which nothing is used, or give "
-    "make_private rand_on_empty=True, whose row is of random zeros and ones"
+    "make_private rand_on_empty=True, whose row is of random zeros and ones; with units of several "
+    "rows, BatchMemoryManager pad_batches=True, whose rows are copies of a sample"
 )
 
 WITHOUT_GRAPH = (

@@ -14,7 +14,7 @@ from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.trials.seen import Summary, differ
-from dp_clipping.trials.tolerances import BESIDE
+from dp_clipping.trials.tolerances import BESIDE, WHOLE
 from dp_clipping.trials.values import checksum
 from dp_clipping.trials.values import others as other_sums
 
@@ -89,5 +89,6 @@ def _summaries(tensors: Iterable[Tensor]) -> list[Summary]:
         if x.dim() and len(x):
             with torch.autocast(x.device.type, enabled=False):
                 one = summary(x, Layout(), len(x))
-            found.append(one._replace(tolerance=BESIDE.two) if x.is_cuda else one)
+            is_inexact = x.is_cuda and one.tolerance != WHOLE
+            found.append(one._replace(tolerance=BESIDE.two) if is_inexact else one)
     return found

@@ -73,7 +73,7 @@ def padded_samples(whole: Any, alone: Alone, rows: int) -> list["Padded"]:
     Args:
         whole: the batch.
         alone: samples of it, alone.
-        rows: the rows of the batch's tensors: zeros may follow the samples.
+        rows: the rows of the batch's tensors: padding may follow the samples.
     """
     found = [(place, _leaves(whole, alone, i, rows)) for i, place in enumerate(alone.places)]
     others = [pair for pair in found if any(leaf.sizes for leaf in pair[1])]

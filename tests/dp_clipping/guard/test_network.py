@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import tensors_of
@@ -421,6 +422,14 @@ ACROSS = {
     ),
     "their places": (lambda c, o, t: plain(c, o, t) * torch.arange(1, len(o) + 1), OF_OTHERS),
     "noise": (lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1), None),
+    "others' targets by chance": (
+        lambda c, o, t: (o - t[torch.randperm(len(t))]).square().sum(1),
+        OF_OTHERS,
+    ),
+    "noise beside a mean": (
+        lambda c, o, t: (o - t + torch.randn_like(o)).square().sum(1) * o.detach().abs().mean(),
+        OF_OTHERS,
+    ),
     "dropout": (lambda c, o, t: plain(c, nn.functional.dropout(o, 0.02), t), None),
     "noise of Python": (lambda c, o, t: plain(c, o, t) * random.random(), None),
 }
@@ -469,6 +478,19 @@ def test_a_loss_of_nearly_cancelling_terms_that_are_summed_in_another_order(size
     loss = PrivateCriterion(model, Loss(another_order), "mean")
     with pytest.raises(ValueError, match=OF_OTHERS) if mixing else nullcontext():
         loss(model(x), y).backward()
+
+
+def test_a_target_that_is_compared_with_a_constant_has_no_errors():
+    """Else a loss would change with the last bit of it, and what others change be no finding."""
+
+    def by_ratings(criterion, outputs, targets):
+        losses = (outputs - (targets >= 0.5).to(outputs.dtype)).square().sum(1)
+        return losses * outputs.detach().abs().mean()
+
+    model = private(nn.Linear(5, 3))
+    loss = PrivateCriterion(model, Loss(by_ratings), "mean")
+    with pytest.raises(ValueError, match=OF_OTHERS):
+        loss(model(torch.randn(6, 5)), torch.full((6, 3), 0.5)).backward()
 
 
 LATER = [name for name, (_, message) in ACROSS.items() if message and "carried" not in message]
@@ -841,6 +863,19 @@ def test_layers_round_in_a_network_that_runs_on_one_sample_at_a_time():
     model = private(network)
     assert len(model(torch.cat([half, -half, torch.ones(3, 1, 5)], 1))) == 3
     assert [handle.name for handle in model.capture.handles] == [""]
+
+
+def test_layers_round_where_a_backward_computes_them_again():
+    def in_parts(net, x):
+        rows = in_order(checkpoint(net.first, x, use_reentrant=False))
+        return torch.cat([net.second(part) for part in rows.split(2)])
+
+    half = 1e5 * torch.randn(3, 16, 5)
+    block = network_of(in_parts)
+    model = private(nn.Sequential(nn.Linear(5, 5), block))
+    assert len(model(torch.cat([half, -half, torch.ones(3, 1, 5)], 1))) == 3
+    assert [handle.name for handle in model.capture.handles] == ["0", "1"]
+    assert not any(module._forward_hooks for module in block.children())
 
 
 def with_mask(net, x, mask):

@@ -393,15 +393,21 @@ class TestPadded:
                     break
         np.testing.assert_allclose(parameters(run), parameters(alone), rtol=0, atol=1e-6)
 
-    def test_networks_that_look_at_a_row_run(self):
+    @pytest.mark.parametrize("each", [1, 2])
+    def test_networks_that_look_at_a_row_run(self, each):
         """As those of transformers that count the tokens of a mask; a batch may have no sample."""
 
         def looks(net, x):
             assert x.any(-1).all()
             return net.layer(x)
 
-        run = build(module=zoo.Net(looks, layer=zoo.mlp(6, 8, 3)), batch_size=1)
-        reals = []
+        network = zoo.Net(looks, layer=zoo.mlp(6, 8, 3))
+        options = {"batch_size": each, "examples_per_unit": each}
+        reals, run = [], build(module=copy.deepcopy(network), **options)
+        with pytest.raises(ValueError, match=r"units of several .* pad_batches=True"):
+            for x, y, _ in run.loader:
+                step(run, (x, y))
+        run = build(module=network, **options)
         with padded(run) as pieces:
             for x, y, _ in pieces:
                 reals.append(pieces.real)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from dp_clipping import register_layer
+from dp_clipping.capture.checks.kept import KeptValues
 from dp_clipping.step.sums import work
 from tests.dp_clipping.conftest import MODES, assert_close, clipped_sums, private
 from tests.support import registered_layers, zoo
@@ -309,6 +311,20 @@ def test_a_backward_that_counts_its_calls():
 
     with pytest.raises(RuntimeError, match=r"in the second backward of this mode.*bookkeeping"):
         sums_of(seeded("linear", write, layer_first=True), "ghost")
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_ids_are_compared_exactly_on_a_gpu(change):
+    values, record = KeptValues(), private(nn.Linear(2, 2)).capture.trained[0]
+    ids = torch.randint(10_000, (3, 64))
+    values.compare_backwards(record, "embedding", [ids.as_subclass(OnGPU)])
+    ids[1, 5] += change
+    with pytest.raises(RuntimeError, match="other inputs") if change else nullcontext():
+        values.compare_backwards(record, "embedding", [ids.as_subclass(OnGPU)])
 
 
 @pytest.mark.gpu
