@@ -17,9 +17,10 @@ from torch import Tensor
 from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import Shapes, are_samples, keyed, map_tensors, tensors_of
 from dp_clipping.guard.carried import Restored
+from dp_clipping.guard.rounding import rounded
 from dp_clipping.layers.batch_layout import Layout
 from dp_clipping.trials.objects import State
-from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more, rounded
+from dp_clipping.trials.perturb import SIDES, Perturbed, halves, one_more
 from dp_clipping.trials.probe import Probe
 from dp_clipping.trials.randomness import same_randomness
 from dp_clipping.trials.seen import Seen

@@ -14,6 +14,7 @@ from dp_clipping.capture.network import Arguments, CapturedNetwork, plain_run
 from dp_clipping.capture.samples.batch import Batch, tensors_of
 from dp_clipping.clipping.accumulation import full_float32, product_dtype
 from dp_clipping.distributed.dtensor import is_sharded
+from dp_clipping.guard.rounding import rounded
 from dp_clipping.layers.batch_layout import (
     FLATTENED,
     Layout,
@@ -35,7 +36,7 @@ from dp_clipping.torch_compat import (
     tree_map,
     version_of,
 )
-from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed, rounded
+from dp_clipping.trials.perturb import LARGE, SIDES, Perturbed
 from dp_clipping.trials.randomness import RandomStates
 from dp_clipping.trials.seen import Seen, Summary
 

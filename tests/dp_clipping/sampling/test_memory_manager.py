@@ -405,8 +405,7 @@ class TestPadded:
         options = {"batch_size": each, "examples_per_unit": each}
         reals, run = [], build(module=copy.deepcopy(network), **options)
         with pytest.raises(ValueError, match=r"units of several .* pad_batches=True"):
-            for x, y, _ in run.loader:
-                step(run, (x, y))
+            train(run, 20)
         run = build(module=network, **options)
         with padded(run) as pieces:
             for x, y, _ in pieces:
