@@ -149,14 +149,21 @@ def run_program(
     config: dict,
     device: torch.device,
     notes: Sequence[str] = (),
+    speaks: bool = True,
 ) -> int:
     """Measures all variants on all rows, and prints the table and the notes.
 
     Returns the exit status: 1 if a cell failed.
+
+    Args:
+        speaks: whether this process, one of several ranks, prints and writes.
     """
-    cells = interleave(rows, variants, options.rounds)
-    results = run_rounds(cells, measure, lambda _: config, device, options.output)
-    print(report(results), *notes, sep="\n")
+    results = run_rounds(
+        interleave(rows, variants, options.rounds), measure, lambda _: config, device,
+        options.output if speaks else None, speaks=speaks,
+    )  # fmt: skip
+    if speaks:
+        print(report(results), *notes, sep="\n")
     return int(any(cell["status"] == ERROR for cell in results))
 
 

@@ -29,9 +29,7 @@ from ddp_by_hand.measure import OK, environment, write_atomically
 class LlamaTraining(ClassifierTraining):
     """A mode, ready to step, on a Llama that FSDP2 has sharded."""
 
-    def __init__(
-        self, cell: GridCell, settings: GridSettings, worker: Worker, fused_step: bool = False
-    ):  # fmt: skip
+    def __init__(self, cell: GridCell, settings: GridSettings, worker: Worker):
         self.config = config_of(settings.model_name)
         network = build(
             settings.model_name, self.config, worker.device, settings.seed,
@@ -56,7 +54,7 @@ class LlamaTraining(ClassifierTraining):
             PrivacyEngine(accountant="rdp"), settings.batch_size, noise_multiplier=settings.sigma,
             max_grad_norm=settings.max_grad_norm, clipping=settings.clipping,
             norm_algorithm=settings.norm_algorithm, grad_sample_mode=cell.clipping_mode,
-            expected_batch_size=settings.batch_size * worker.world_size, fused_step=fused_step,
+            expected_batch_size=settings.batch_size * worker.world_size,
         )  # fmt: skip
 
     @property

@@ -117,7 +117,7 @@ def on_meta(config: PretrainedConfig, train_embedding: bool) -> nn.Module:
 
 
 def build(
-    name: str,
+    name: str | None,
     config: PretrainedConfig,
     device: torch.device,
     seed: int,
@@ -126,7 +126,8 @@ def build(
 ) -> nn.Module:
     """Builds the network sharded over the group (None: all ranks), on this rank's device.
 
-    Weights depend on the seed, or on the files, not on the number of ranks.
+    Weights depend on the seed, or on the files of a `name` that is no built-in shape, not on the
+    number of ranks.
 
     Shards are float32; on GPUs layers compute in bfloat16 and gradients are reduced in float32.
     """
@@ -137,7 +138,7 @@ def build(
     std = getattr(config, "initializer_range", 0.02)
     materialize(network, device, reset=lambda: _draw(network, std))
     _rebuild_buffers(network, config, device)
-    if name not in SHAPES:
+    if name not in (None, *SHAPES):
         _load(network, files_of(name))
     return network
 

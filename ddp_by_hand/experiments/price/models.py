@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,6 +12,9 @@ from ddp_by_hand.experiments.attention import register_attention
 from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, SHAPES, LlamaShape
 from ddp_by_hand.experiments.rounds import Row
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 @dataclass(frozen=True)
 class Model:
@@ -18,18 +22,22 @@ class Model:
 
     Attributes:
         layers: default number of decoder layers.
-        rows: the batches that it is measured with.
+        rows: the batches that it is measured with on one GPU.
     """
 
     shape: LlamaShape
     layers: int
     rows: tuple[Row, ...]
 
+    def config(self, layers: int) -> PretrainedConfig:
+        config = replace(self.shape, layers=layers).config()
+        config.num_labels, config.pad_token_id, config.use_cache = LABELS, PAD, False
+        return config
+
     def build(self, layers: int, device: torch.device) -> nn.Module:
         from transformers import LlamaForSequenceClassification
 
-        config = replace(self.shape, layers=layers).config()
-        config.num_labels, config.pad_token_id, config.use_cache = LABELS, PAD, False
+        config = self.config(layers)
         config._attn_implementation = register_attention()
         with torch.device(device):
             network = LlamaForSequenceClassification(config).to(torch.bfloat16)
@@ -41,17 +49,25 @@ class Model:
         return network.train()
 
 
+ROWS_OF_8B = (Row(8, 512), Row(4, 1024), Row(2, 2048), Row(2, 4096), Row(1, 8192))
 MODELS = {
     "llama-3.2-1b": Model(
         SHAPES["llama-3.2-1b"], layers=16,
         rows=(Row(16, 512), Row(8, 1024), Row(4, 2048), Row(4, 4096), Row(2, 8192)),
     ),
-    "llama-3.1-8b-block": Model(
-        SHAPES["llama-3.1-8b"], layers=4,
-        rows=(Row(8, 512), Row(4, 1024), Row(2, 2048), Row(2, 4096), Row(1, 8192)),
-    ),
+    "llama-3.1-8b-block": Model(SHAPES["llama-3.1-8b"], layers=4, rows=ROWS_OF_8B),
+    "llama-3.1-8b": Model(SHAPES["llama-3.1-8b"], layers=32, rows=ROWS_OF_8B),
     "tiny": Model(SHAPES["tiny"], SHAPES["tiny"].layers, rows=(Row(4, 32),)),
 }  # fmt: skip
+
+
+def batch_of(
+    row: Row, vocabulary: int, device: torch.device, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes random tokens [B, T] and labels [B]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.randint(PAD + 1, vocabulary, row, generator=generator, device=device)
+    return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
 
 
 def compile_layers(network: nn.Module) -> None:
