@@ -73,18 +73,11 @@ class Row(NamedTuple):
         return f"{self.samples}x{self.tokens}"
 
 
-def sizes_of(text: str, kind: Any, example: str) -> Any:
-    """Parses a named tuple of sizes, written like the example.
-
-    Raises:
-        ArgumentTypeError: it is written in another way.
-    """
-    if not re.fullmatch("x".join([r"[1-9]\d*"] * len(kind._fields)), text):
-        raise ArgumentTypeError(f"{text!r} is not of the form {example}")
-    return kind(*map(int, text.split("x")))
-
-
-row_of = partial(sizes_of, kind=Row, example="8x1024")
+def row_of(text: str) -> Row:
+    """Parses a row such as `8x1024`; raises ArgumentTypeError for anything else."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024")
+    return Row(*map(int, text.split("x")))
 
 
 class RoundCell(NamedTuple):

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_by_hand.experiments.rounds import BASELINE, FUSED_STEP, PER_LAYER
+from dp_clipping.modes import MODES
 
+OURS = "flash_bookkeeping"
 OPACUS = "opacus_"  # in front of the name of one of its modes
+OPACUS_VARIANTS = ("opacus_hooks", "opacus_ghost")
+CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), *OPACUS_VARIANTS)
+CHOICES += (OURS + FUSED_STEP, OURS + PER_LAYER + FUSED_STEP)
 Batch = tuple[Tensor, Tensor]
 
 

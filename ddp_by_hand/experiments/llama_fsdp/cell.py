@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
-from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, build, config_of, without_token
+from ddp_by_hand.experiments.llama_fsdp.network import (
+    build,
+    config_of,
+    random_batch,
+    without_token,
+)
 from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings, single_result
 from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.ranks import watched_rank
@@ -131,13 +136,9 @@ def make_batches(
 ) -> list[Batch]:
     """Makes random tokens [B, T] and labels [B] for each step, different on each rank."""
     generator = torch.Generator().manual_seed(1000 * settings.seed + worker.rank)
-    found = []
-    for _ in range(settings.warmup_iter + settings.num_iter):
-        size = (settings.batch_size, length)
-        tokens = torch.randint(PAD + 1, vocabulary, size, generator=generator)
-        labels = torch.randint(0, LABELS, size[:1], generator=generator)
-        found.append((tokens.to(worker.device), labels.to(worker.device)))
-    return found
+    size, steps = (settings.batch_size, length), settings.warmup_iter + settings.num_iter
+    drawn = [random_batch(size, vocabulary, generator) for _ in range(steps)]
+    return [(tokens.to(worker.device), labels.to(worker.device)) for tokens, labels in drawn]
 
 
 def write_result(path: Path, result: dict) -> None:

@@ -28,8 +28,9 @@ from functools import partial
 
 import torch
 
+from ddp_by_hand.experiments.llama_fsdp.network import build, random_batch
 from ddp_by_hand.experiments.networks.bounds import kernels_of
-from ddp_by_hand.experiments.price.models import MODELS, batch_of, compile_layers
+from ddp_by_hand.experiments.price.models import MODELS, compile_layers
 from ddp_by_hand.experiments.price.options import ROWS, VARIANTS, Options
 from ddp_by_hand.experiments.rounds import RoundCell, costs_of, device_for, run_program
 from ddp_by_hand.experiments.training import ClassifierTraining
@@ -126,17 +127,17 @@ def measured(
         torch.manual_seed(0)
         network = model.build(options.layers, device)
     else:
-        from ddp_by_hand.experiments.llama_fsdp.network import build
-
         note, seed = watch.at, 1 + worker.rank
         note(str(cell))
-        network = build(None, model.config(options.layers), device, 0, train_embedding=False)
+        config = model.shape.config(options.layers)
+        network = build(None, config, device, 0, train_embedding=False)
         expected["expected_batch_size"] = cell.row.samples * worker.world_size
     training = ClassifierTraining(network, device)
     training.make_variant(cell.variant, cell.row.samples, **expected)
     if options.compile:
         compile_layers(network)
-    batch = batch_of(cell.row, model.shape.vocabulary, device, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    batch = random_batch(cell.row, model.shape.vocabulary, generator)
     batches = [batch] * (options.warm_up + options.steps)
     found = costs_of(time_steps(training, batches, options.warm_up, device, note))
     if options.profile:

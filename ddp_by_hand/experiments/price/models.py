@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ddp_by_hand.experiments.attention import register_attention
-from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, SHAPES, LlamaShape
+from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, LlamaShape
 from ddp_by_hand.experiments.rounds import Row
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -29,15 +25,10 @@ class Model:
     layers: int
     rows: tuple[Row, ...]
 
-    def config(self, layers: int) -> PretrainedConfig:
-        config = replace(self.shape, layers=layers).config()
-        config.num_labels, config.pad_token_id, config.use_cache = LABELS, PAD, False
-        return config
-
     def build(self, layers: int, device: torch.device) -> nn.Module:
         from transformers import LlamaForSequenceClassification
 
-        config = self.config(layers)
+        config = self.shape.config(layers)
         config._attn_implementation = register_attention()
         with torch.device(device):
             network = LlamaForSequenceClassification(config).to(torch.bfloat16)
@@ -59,15 +50,6 @@ MODELS = {
     "llama-3.1-8b": Model(SHAPES["llama-3.1-8b"], layers=32, rows=ROWS_OF_8B),
     "tiny": Model(SHAPES["tiny"], SHAPES["tiny"].layers, rows=(Row(4, 32),)),
 }  # fmt: skip
-
-
-def batch_of(
-    row: Row, vocabulary: int, device: torch.device, seed: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes random tokens [B, T] and labels [B]."""
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.randint(PAD + 1, vocabulary, row, generator=generator, device=device)
-    return tokens, torch.randint(0, LABELS, row[:1], generator=generator, device=device)
 
 
 def compile_layers(network: nn.Module) -> None:

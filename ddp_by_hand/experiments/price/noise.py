@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_by_hand.experiments.price.models import MODELS, batch_of
+from ddp_by_hand.experiments.llama_fsdp.network import random_batch
+from ddp_by_hand.experiments.price.models import MODELS
 from ddp_by_hand.experiments.price.options import DEFAULT_NOISE, SECURE, Options
 from ddp_by_hand.experiments.rounds import RoundCell, Row, costs_of
 from ddp_by_hand.experiments.training import Batch, ClassifierTraining
@@ -59,7 +60,9 @@ class NoisySteps:
         """Returns the parts of a batch of this row."""
         size = min(self._options.part, row.samples)
         vocabulary = MODELS[self._options.model].shape.vocabulary
-        return [batch_of(Row(size, row.tokens), vocabulary, self._device)] * (row.samples // size)
+        generator = torch.Generator(self._device).manual_seed(1)
+        part = random_batch((size, row.tokens), vocabulary, generator)
+        return [part] * (row.samples // size)
 
     def backward(self, parts: Sequence[Batch]) -> None:
         """Sums all parts."""

@@ -5,26 +5,15 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 from ddp_by_hand.experiments.price.models import MODELS
-from ddp_by_hand.experiments.rounds import (
-    BASELINE,
-    FUSED_STEP,
-    PER_LAYER,
-    RoundOptions,
-    Row,
-    row_of,
-)
+from ddp_by_hand.experiments.rounds import BASELINE, PER_LAYER, RoundOptions, Row, row_of
+from ddp_by_hand.experiments.training import CHOICES, OPACUS, OURS
 from ddp_by_hand.measure.options import flag, not_negative, option, positive
-from dp_clipping import MODES
 
 DEFAULT_NOISE, SECURE = "default", "secure"
-USUAL = "flash_bookkeeping"
-OPACUS_GHOST = "opacus_ghost"
-CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), OPACUS_GHOST)
-CHOICES += (USUAL + FUSED_STEP, USUAL + PER_LAYER + FUSED_STEP)
 VARIANTS = {  # kind of step -> variants by default; of noise they are --noise
-    "": (BASELINE, USUAL, "flash", "bookkeeping", OPACUS_GHOST),
-    "pairs": (BASELINE, USUAL, "bookkeeping"),
-    "sharded": (BASELINE, USUAL, USUAL + PER_LAYER, "flash"),
+    "": (BASELINE, OURS, "flash", "bookkeeping", "opacus_ghost"),
+    "pairs": (BASELINE, OURS, "bookkeeping"),
+    "sharded": (BASELINE, OURS, OURS + PER_LAYER, "flash"),
 }
 ROWS = {  # kind of step -> rows by default, of models that are not tiny
     "noise": (Row(8, 1024), Row(64, 1024)),
@@ -83,8 +72,9 @@ class Options(RoundOptions):
                 if getattr(self, name) != getattr(Options, name) and kind != self.kind:
                     cure = f"give {flag(kind)} too" if kind else f"leave {flag(self.kind)} out"
                     raise ValueError(f"{flag(name)}: {cure}")
-        if self.kind and OPACUS_GHOST in (self.variants or ()):
-            raise ValueError(f"--variants {OPACUS_GHOST}: leave {flag(self.kind)} out")
+        others = [name for name in self.variants or () if name.startswith(OPACUS)]
+        if self.kind and others:
+            raise ValueError(f"--variants {others[0]}: leave {flag(self.kind)} out")
         if self.noise:
             self._check_noise(self.noise)
 

@@ -3,7 +3,6 @@
 import random
 import string
 import tempfile
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,9 +47,9 @@ def trainer_of(cell: RoundCell, options: Options, device: torch.device, folder: 
     from dp_clipping.integrations.trl import PrivacyArguments, PrivateDPOTrainer
 
     torch.manual_seed(0)
-    shape = replace(MODELS[options.model].shape, layers=options.layers)
+    config = MODELS[options.model].shape.config(options.layers)
     with torch.device(device):
-        model = LlamaForCausalLM(shape.config()).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
     on_gpu = device.type == "cuda"
     args = DPOConfig(
         folder, per_device_train_batch_size=cell.row.samples,
