@@ -91,12 +91,12 @@ class Options:
 # fmt: on
 
 
-def copy_bandwidth(device: torch.device, rounds: int, size: int = COPY_BYTES) -> float:
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
     """Returns the bytes per second that a copy on the device reads and writes."""
-    source = torch.ones(size, dtype=torch.int8, device=device)
+    source = torch.ones(COPY_BYTES, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     samples = interleaved({"copy": lambda number: target.copy_(source)}, device, rounds)
-    return 2 * size / medians(samples)["copy"] * 1e3
+    return 2 * COPY_BYTES / medians(samples)["copy"] * 1e3
 
 
 def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
