@@ -207,7 +207,12 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--most 1": "--most 1: each unit would be one picture: give 2 or more",
         "--delta 1 --most 2 --rows 8 --drawn 1 --pictures 64 --filters 1": r"target_delta is 1\.0",
     },
+    "experiments.kernels": {
+        "--output .": r"--output \.: is a folder",
+        "--crossing /proc/x/y.png": "--crossing /proc/x/y.png, in /proc/x: cannot be written to",
+    },
     "experiments.matrix": {
+        "--output .": r"--output \.: is a folder",
         "--families keras": "keras", "--names gpt2 --output x.md": "leave out --names",
     },
     "experiments.records": {

@@ -39,8 +39,8 @@ from ddp_by_hand.measure import (
     summarize,
     write_atomically,
 )
-from ddp_by_hand.measure.command_line import BadInput, check_file
-from ddp_by_hand.measure.options import option, positive
+from ddp_by_hand.measure.command_line import BadInput
+from ddp_by_hand.measure.options import is_writable, option, positive
 from ddp_by_hand.measure.report_tables import wide_report
 from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
 
@@ -56,11 +56,7 @@ class RoundOptions:
 
     rounds: int = option(3, "times each is built", check=positive)
     steps: int = option(5, "timed steps per round", check=positive)
-    output: Path | None = option(None, "JSON of all samples (default: none)")
-
-    def __post_init__(self) -> None:
-        if self.output:
-            check_file("--output", self.output)
+    output: Path | None = option(None, "JSON of all samples (default: none)", check=is_writable)
 
 
 class Row(NamedTuple):

@@ -34,7 +34,7 @@ from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import Column, format_table
 from ddp_by_hand.measure.command_line import BadInput
 from ddp_by_hand.measure.extras import require
-from ddp_by_hand.measure.options import option, program, requires
+from ddp_by_hand.measure.options import is_writable, option, program, requires
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.cost_model import Rates, rates_of
 
@@ -83,8 +83,8 @@ COLUMNS = [
 class Options:
     rounds: int = option(10, check=requires(lambda n: n >= 1, "must be at least 1"),
         help="samples of each call; one lasts a millisecond or one call")
-    output: Path | None = option(None, "JSON of all samples (default: none)")
-    crossing: Path | None = option(None, metavar="PNG",
+    output: Path | None = option(None, "JSON of all samples (default: none)", check=is_writable)
+    crossing: Path | None = option(None, metavar="PNG", check=is_writable,
         help="in place of the table, a picture: which algorithm pays at which length")
     redraw: tuple[Path, Path] | None = option(None, metavar=("JSON", "PNG"),
         help="the same picture from the results of an earlier run, without measuring")

@@ -60,7 +60,6 @@ class Options(RoundOptions):
 # fmt: on
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.cuda_graph and self.compile:
             raise ValueError(
                 "--cuda-graph with --compile: a private step of compiled modules cannot be "

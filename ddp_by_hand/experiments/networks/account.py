@@ -39,8 +39,8 @@ from ddp_by_hand.experiments.rounds import BASELINE, Recorder, attempted
 from ddp_by_hand.experiments.training import OURS
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, Column, describe_failure, format_table
-from ddp_by_hand.measure.command_line import BadInput, check_file
-from ddp_by_hand.measure.options import option, positive, program
+from ddp_by_hand.measure.command_line import BadInput
+from ddp_by_hand.measure.options import is_writable, option, positive, program
 
 WARM_UP = 4  # steps before those that are profiled
 LEAST_MS = 0.1  # of a kernel's extra that is named, and of a gap that is in a document,
@@ -91,15 +91,12 @@ class Options:
         aliases=("--rows",), metavar="NETWORK", help=f"of {', '.join(ROWS)} (default: all)")
     steps: int = option(3, "profiled steps", check=positive)
     small: bool = option(False, "small networks on small batches (default: off)")
-    output: Path | None = option(None, "JSON of all kernels and floors (default: none)")
+    output: Path | None = option(None, "JSON of all kernels and floors (default: none)",
+        check=is_writable)
     markdown: Path | None = option(None, metavar="JSON",
         help="in place of measuring, the table of an earlier run's file for a document "
         "(default: none)")
 # fmt: on
-
-    def __post_init__(self) -> None:
-        if self.output:
-            check_file("--output", self.output)
 
 
 def measure(

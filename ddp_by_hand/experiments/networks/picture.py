@@ -17,8 +17,8 @@ from typing import Any
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.rounds import BASELINE
 from ddp_by_hand.experiments.training import OPACUS_VARIANTS, OURS
-from ddp_by_hand.measure.command_line import bad_input, check_file
-from ddp_by_hand.measure.options import option, program
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import is_writable, option, program
 from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
 from ddp_by_hand.measure.runs import STEP, Cell, Round, read_cells
 from ddp_by_hand.measure.table import format_table
@@ -39,11 +39,9 @@ Cells = dict[tuple[str, str], Cell]  # of a network and a variant
 class Options:
     eager: Path = option(RESULTS / "eager.json", "results of eager steps", metavar="JSON")
     graphs: Path = option(RESULTS / "graphs.json", "results with --cuda-graph", metavar="JSON")
-    picture: Path = option(Path("networks.png"), "is written", metavar="FILE")
+    picture: Path = option(Path("networks.png"), "is written", metavar="FILE",
+        check=is_writable)
 # fmt: on
-
-    def __post_init__(self) -> None:
-        check_file("--picture", self.picture)
 
 
 def cells_in(path: Path) -> Cells:

@@ -63,7 +63,6 @@ class Options(RoundOptions):
 # fmt: on
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         kinds = [kind for kind in ROWS if getattr(self, kind)]
         if len(kinds) > 1:
             raise ValueError(f"{' and '.join(map(flag, kinds))}: give one of them")
