@@ -40,7 +40,7 @@ GIVEN = {  # words before those of a row
     "--num-heads 2 --d-ff 16 --batch-size 40 --data letters.txt --output-dir run",
     "experiments.verify_correctness": "--networks transformer --backend gloo",
 }
-NEEDS = {"examples.finetune": "accelerate", "experiments.price_dpo": "trl"}
+NEEDS = {"examples.finetune": "accelerate", "experiments.price": "transformers"}
 ONE = "--mode no_dp --seq-length 8 --model-name tiny"
 PLAN = "--examples 1e8 --compute 1e21"
 GRAPHS = "--cuda-graph --networks table"
@@ -207,7 +207,12 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--most 1": "--most 1: each unit would be one picture: give 2 or more",
         "--delta 1 --most 2 --rows 8 --drawn 1 --pictures 64 --filters 1": r"target_delta is 1\.0",
     },
+    "experiments.kernels": {
+        "--output .": r"--output \.: is a folder",
+        "--crossing /proc/x/y.png": "--crossing /proc/x/y.png, in /proc/x: cannot be written to",
+    },
     "experiments.matrix": {
+        "--output .": r"--output \.: is a folder",
         "--families keras": "keras", "--names gpt2 --output x.md": "leave out --names",
     },
     "experiments.records": {
@@ -235,15 +240,17 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         "--context-length 100000000": "--context-length + 1 = 100000001: give more text or a sho",
         "--output /proc/x.png": "--output /proc/x.png, in /proc: cannot be written to",
     },
-    "experiments.price_noise": {
+    "experiments.price": {
+        "": "--model tiny rehearses on a CPU", "--rows 2by3": "--rows", "--rounds 0": "--rounds",
+        "--output /proc/no/such/price.json": "--output", "--variants ghostly": "--variants",
         "--noise secure": "--noise has no default", "--noise bands_0": "such as bands_8",
-        "--noise gaussian": "such as bands_8", "--rounds 0": "--rounds",
-        "--rows 12x8 --part 8": "--rows 12x8 has no whole number of parts of 8",
-        "--output /proc/no/such/noise.json": "--output", "--model llama-3.2-1b": "--model tiny",
-    },
-    "experiments.price_sharded": {
-        "--rows 2by3": "--rows", "--rounds 0": "--rounds", "--variants ghostly": "--variants",
-        "--num-processes 0": "--num-processes", "--output /dev/null/x.json": "--output",
+        "--noise gaussian": "such as bands_8", "--noise default --model tiny --compile": "leave "
+        "--noise out", "--noise default --variants ghost": "--variants: --noise has them",
+        "--noise default --rows 12x8": "--rows 12x8 has no whole number of parts of 8",
+        "--pairs --sharded": "--pairs and --sharded: give one of them",
+        "--pairs --variants opacus_ghost": "--variants opacus_ghost: leave --pairs out",
+        "--rank 8": "--rank: give --pairs too", "--part 4 --pairs": "--part: give --noise too",
+        "--sharded --num-processes 0": "--num-processes", "--timeout 9": "give --sharded too",
     },
     "experiments.networks": {
         "--rows alexnet": "networks", "--variants ghostly": "networks", "--steps 0": "networks",
@@ -293,7 +300,6 @@ ROWS = {  # program -> words -> a part of what is said, or a pattern
         f"{PLAN} --throughput-from nowhere": "has no finished private row",
         f"{PLAN} --output .": r"--output \.: is a folder, name a file",
     },
-    "experiments.price_dpo": {"": "--model tiny rehearses on a CPU"},
 }  # fmt: skip
 CASES = [(program, *row) for program, rows in ROWS.items() for row in rows.items()]
 

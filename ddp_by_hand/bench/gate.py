@@ -28,6 +28,7 @@ from ddp_by_hand.bench.settings import (
     mode_and_algorithm,
 )
 from ddp_by_hand.bench.training import assemble, build_network
+from ddp_by_hand.lm.gradients import gradient_error
 from ddp_by_hand.lm.layout import whole
 from ddp_by_hand.lm.model import forward_loss
 from ddp_by_hand.lm.runtime import Worker
@@ -122,7 +123,7 @@ class Gate:
         network = build_network(self._settings, worker.device, "float32").double()
         names = [name for name, _ in network.named_parameters()]
         expected = expected_moves(network, ranks, batch)
-        error, number, ratio = relative_error(moved, expected)
+        error, number, ratio = gradient_error(moved, expected)
         step = EVERY * ROUNDS - 1
         return [Worst(error, worker.rank, step, names[number], ratio, "change of two rounds")]
 
@@ -144,7 +145,7 @@ class Gate:
             parts.finish()
             for work in parts.more_phases.values():
                 work()
-            error, number, ratio = relative_error(
+            error, number, ratio = gradient_error(
                 gradients_of(network, parts.model), expected[step]
             )
             found.append(Worst(error, self._worker.rank, step, names[number], ratio))
@@ -231,17 +232,3 @@ def gradients_of(network: nn.Module, wrapper: nn.Module | None = None) -> list[T
         whole((torch.zeros_like(p) if gradient is None else gradient).detach()).clone()
         for p, gradient in zip(network.parameters(), gradients, strict=True)
     ]
-
-
-def relative_error(gradients: list[Tensor], expected: list[Tensor]) -> tuple[float, int, float]:
-    """Returns max over parameters of ‖g − r‖ / (‖r‖ + 1e-3 · ‖all r‖), its number, and ‖g‖ / ‖r‖.
-
-    The error is infinite for NaN. The second term keeps a parameter whose gradient is nearly zero
-    from being judged by rounding.
-    """
-    norms = torch.stack([r.norm() for r in expected])
-    differences = torch.stack([(g - r).norm() for g, r in zip(gradients, expected, strict=True)])
-    errors = (differences / (norms + 1e-3 * norms.norm())).nan_to_num(nan=torch.inf)
-    number = int(errors.argmax())
-    ratio = gradients[number].norm() / norms[number]
-    return errors[number].item(), number, ratio.item()

@@ -18,8 +18,10 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -46,18 +48,24 @@ Pictures = tuple[Tensor, Tensor]  # features and digits
 Train = Callable[[float, int, Pictures], tuple[float, ...]]
 
 
-# fmt: off
 @dataclass(frozen=True)
-class Options:
+class ComparisonOptions:
+    """Options of the programs that compare trainings on these pictures."""
+
     epsilons: tuple[float, ...] = option((2.0, 8.0), "budgets", metavar="ε", check=positive)
     delta: float = option(1e-5, "the other half of each budget", check=positive)
     seeds: int = option(5, "runs of each", check=positive)
+    pictures: int = option(32768, "to train on", check=positive)
+    filters: int = option(64, "random ones; a picture has 32 features of each", check=positive)
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options(ComparisonOptions):
     bands: tuple[int, ...] = option((2, 8, 32), "of correlated noise, each with the coefficients "
         "of √(1 - x) and with those for the epochs of the run", check=positive)
-    pictures: int = option(32768, "to train on", check=positive)
     batches: int = option(256, "of an epoch", check=positive)
     epochs: int = option(1, "of each run", check=positive)
-    filters: int = option(64, "random ones; a picture has 32 features of each", check=positive)
     learning_rates: tuple[float, ...] = option((8.0, 16.0, 32.0, 64.0, 128.0), "that are tried",
         check=positive)
 # fmt: on
@@ -79,29 +87,38 @@ class Split:
 @program("ddp_by_hand.experiments.correlated_noise", Options, needs=["matplotlib"])
 @bad_input()
 def main(options: Options) -> int:
-    warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
-    torch.set_num_threads(1)  # tensors are too small for more
-    split = split_of(options.pictures, options.filters)
     methods: dict[str, dict[str, Any]] = {"independent, poisson": {}}
     for bands in options.bands:
         for name, epochs in (("√(1 - x)", None), ("planned", options.epochs)):
             noise = CorrelatedNoise(bands, epochs)
             method = {"noise_mechanism": noise, "sampling": "cyclic"}
             methods[f"{bands} bands {name}, cyclic"] = method
-    rows = []
-    for epsilon in options.epsilons:
-        for name, method in methods.items():
-            rows.append({"ε": epsilon, "noise, batches": name}
-                        | measured(options, split, epsilon, method))  # fmt: skip
-            print(*rows[-1].values(), file=sys.stderr)
-    print(format_table(COLUMNS, rows))
+    compare(options, COLUMNS, methods.items(), partial(measured, options))
     return 0
 
 
+def compare(
+    options: ComparisonOptions,
+    columns: Sequence[Column],
+    methods: Iterable[Any],
+    measured: Callable[[Split, float, Any], dict[str, Any]],
+) -> None:
+    """Measures all methods at all budgets, and prints a table; a row when it is there, too."""
+    warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
+    torch.set_num_threads(1)  # tensors are too small for more
+    split = split_of(options.pictures, options.filters)
+    rows = []
+    for epsilon, method in product(options.epsilons, methods):
+        rows.append(measured(split, epsilon, method))
+        print(*rows[-1].values(), file=sys.stderr)
+    print(format_table(columns, rows))
+
+
 def measured(
-    options: Options, split: Split, epsilon: float, method: dict[str, Any]
+    options: Options, split: Split, epsilon: float, named: tuple[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns σ, the learning rate, accuracies with their standard deviation, seconds per run."""
+    """Returns the row of a table: σ, learning rate, accuracies with their standard deviation."""
+    name, method = named
     size = options.pictures // options.batches
     sigma = noise_multiplier(options, split, size, epsilon, epochs=options.epochs, **method)
 
@@ -115,8 +132,8 @@ def measured(
 
     rate, runs, seconds = tuned(options, split, train)
     mean, last = zip(*runs, strict=True)
-    found = (sigma, rate, shown(mean), shown(last), seconds)
-    return dict(zip((column.key for column in COLUMNS[2:]), found, strict=True))
+    found = (epsilon, name, sigma, rate, shown(mean), shown(last), seconds)
+    return dict(zip((column.key for column in COLUMNS), found, strict=True))
 
 
 def tuned(options: Any, split: Split, train: Train) -> tuple[float, list[tuple[float, ...]], float]:

@@ -11,24 +11,25 @@ All have the same number of steps, and the learning rate that is best on other p
 """
 
 import sys
-import warnings
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 
 from ddp_by_hand.experiments.correlated_noise import (
+    ComparisonOptions,
     Pictures,
     Split,
     accuracy,
+    compare,
     noise_multiplier,
     shown,
-    split_of,
     trained,
     tuned,
 )
-from ddp_by_hand.measure import Column, format_table
+from ddp_by_hand.measure import Column
 from ddp_by_hand.measure.command_line import bad_input
 from ddp_by_hand.measure.options import option, positive, program
 
@@ -40,16 +41,11 @@ COLUMNS = (
 
 # fmt: off
 @dataclass(frozen=True)
-class Options:
-    epsilons: tuple[float, ...] = option((2.0, 8.0), "budgets", metavar="ε", check=positive)
-    delta: float = option(1e-5, "the other half of each budget", check=positive)
+class Options(ComparisonOptions):
     drawn: tuple[int, ...] = option((1, 4, 16), "m, each a row", check=positive)
     most: int = option(64, "pictures of a unit at most, which divide --rows", check=positive)
     rows: int = option(512, "pictures of a step, with those that fill up", check=positive)
     steps: int = option(128, "of each run", check=positive)
-    seeds: int = option(5, "runs of each", check=positive)
-    pictures: int = option(32768, "to train on", check=positive)
-    filters: int = option(64, "random ones; a picture has 32 features of each", check=positive)
     learning_rates: tuple[float, ...] = option((2.0, 4.0, 8.0, 16.0, 32.0), "that are tried",
         check=positive)
 # fmt: on
@@ -65,16 +61,8 @@ class Options:
 @program("ddp_by_hand.experiments.examples_per_step", Options, needs=["matplotlib"])
 @bad_input()
 def main(options: Options) -> int:
-    warnings.filterwarnings("ignore", "noise and sampling come from a fixed seed")
-    torch.set_num_threads(1)  # tensors are too small for more
-    split = split_of(options.pictures, options.filters)
     ids = units_of_pictures(options)
-    rows = []
-    for epsilon in options.epsilons:
-        for drawn in (*options.drawn, None):
-            rows.append(measured(options, split, ids, epsilon, drawn))
-            print(*rows[-1].values(), file=sys.stderr)
-    print(format_table(COLUMNS, rows))
+    compare(options, COLUMNS, (*options.drawn, None), partial(measured, options, ids))
     return 0
 
 
@@ -90,7 +78,7 @@ def units_of_pictures(options: Options) -> list[int]:
 
 
 def measured(
-    options: Options, split: Split, ids: list[int], epsilon: float, drawn: int | None
+    options: Options, ids: list[int], split: Split, epsilon: float, drawn: int | None
 ) -> dict[str, Any]:
     """Returns the row of a table: σ, learning rate, accuracy with its standard deviation."""
     each = drawn or options.most

@@ -24,9 +24,9 @@ from ddp_by_hand.lm.data import Batches, Corpus, open_data
 from ddp_by_hand.lm.model import ModelConfig, Transformer, forward_loss
 from ddp_by_hand.lm.rank_pool import Context, RankPool
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import BadInput, bad_input, check_file
+from ddp_by_hand.measure.command_line import BadInput, bad_input
 from ddp_by_hand.measure.curves import COLOURS
-from ddp_by_hand.measure.options import option, positive, program, requires
+from ddp_by_hand.measure.options import is_writable, option, positive, program, requires
 from ddp_by_hand.measure.picture import FAINT, frame, new_figure, save_picture
 
 TOGETHER, APART = "ddp_bucketed", "none"
@@ -52,7 +52,8 @@ class Options:
     d_model: int = option(64, "width of the network", check=requires(
         lambda value: value > 0 and value % HEAD == 0, f"{{}}: give a multiple of {HEAD}"))
     num_layers: int = option(2, "its blocks", check=positive)
-    output: Path = option(Path("local_steps.png"), "the picture", metavar="FILE")
+    output: Path = option(Path("local_steps.png"), "the picture", metavar="FILE",
+        check=is_writable)
 # fmt: on
 
     def __post_init__(self) -> None:
@@ -60,7 +61,6 @@ class Options:
             raise ValueError(
                 f"--steps {self.steps}: {uneven[0]} local steps do not divide it, give a multiple"
             )
-        check_file("--output", self.output)
 
 
 class Run(NamedTuple):

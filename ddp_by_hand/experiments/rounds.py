@@ -39,8 +39,8 @@ from ddp_by_hand.measure import (
     summarize,
     write_atomically,
 )
-from ddp_by_hand.measure.command_line import BadInput, check_file
-from ddp_by_hand.measure.options import option, positive
+from ddp_by_hand.measure.command_line import BadInput
+from ddp_by_hand.measure.options import is_writable, option, positive
 from ddp_by_hand.measure.report_tables import wide_report
 from ddp_by_hand.measure.runs import BASELINES, Cell, cells_of
 
@@ -56,11 +56,7 @@ class RoundOptions:
 
     rounds: int = option(3, "times each is built", check=positive)
     steps: int = option(5, "timed steps per round", check=positive)
-    output: Path | None = option(None, "JSON of all samples (default: none)")
-
-    def __post_init__(self) -> None:
-        if self.output:
-            check_file("--output", self.output)
+    output: Path | None = option(None, "JSON of all samples (default: none)", check=is_writable)
 
 
 class Row(NamedTuple):
@@ -73,18 +69,11 @@ class Row(NamedTuple):
         return f"{self.samples}x{self.tokens}"
 
 
-def sizes_of(text: str, kind: Any, example: str) -> Any:
-    """Parses a named tuple of sizes, written like the example.
-
-    Raises:
-        ArgumentTypeError: it is written in another way.
-    """
-    if not re.fullmatch("x".join([r"[1-9]\d*"] * len(kind._fields)), text):
-        raise ArgumentTypeError(f"{text!r} is not of the form {example}")
-    return kind(*map(int, text.split("x")))
-
-
-row_of = partial(sizes_of, kind=Row, example="8x1024")
+def row_of(text: str) -> Row:
+    """Parses a row such as `8x1024`; raises ArgumentTypeError for anything else."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise ArgumentTypeError(f"{text!r} is not of the form 8x1024")
+    return Row(*map(int, text.split("x")))
 
 
 class RoundCell(NamedTuple):
@@ -149,14 +138,21 @@ def run_program(
     config: dict,
     device: torch.device,
     notes: Sequence[str] = (),
+    speaks: bool = True,
 ) -> int:
     """Measures all variants on all rows, and prints the table and the notes.
 
     Returns the exit status: 1 if a cell failed.
+
+    Args:
+        speaks: whether this process, one of several ranks, prints and writes.
     """
-    cells = interleave(rows, variants, options.rounds)
-    results = run_rounds(cells, measure, lambda _: config, device, options.output)
-    print(report(results), *notes, sep="\n")
+    results = run_rounds(
+        interleave(rows, variants, options.rounds), measure, lambda _: config, device,
+        options.output if speaks else None, speaks=speaks,
+    )  # fmt: skip
+    if speaks:
+        print(report(results), *notes, sep="\n")
     return int(any(cell["status"] == ERROR for cell in results))
 
 

@@ -12,9 +12,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_by_hand.experiments.rounds import BASELINE, FUSED_STEP, PER_LAYER
+from dp_clipping.modes import MODES
 
+OURS = "flash_bookkeeping"
 OPACUS = "opacus_"  # in front of the name of one of its modes
+OPACUS_VARIANTS = ("opacus_hooks", "opacus_ghost")
+CHOICES = (BASELINE, *MODES, *(mode + PER_LAYER for mode in MODES[1:]), *OPACUS_VARIANTS)
+CHOICES += (OURS + FUSED_STEP, OURS + PER_LAYER + FUSED_STEP)
 Batch = tuple[Tensor, Tensor]
+
+
+def options_of(variant: str) -> dict[str, Any]:
+    """Returns the options of `make_private` that a private variant's name stands for."""
+    name = variant.removeprefix(OPACUS).removesuffix(FUSED_STEP)
+    clipping = "per_layer" if name.endswith(PER_LAYER) else "flat"
+    options = {"grad_sample_mode": name.removesuffix(PER_LAYER), "clipping": clipping}
+    return options | ({"fused_step": True} if variant.endswith(FUSED_STEP) else {})
 
 
 class ClassifierTraining:
@@ -64,13 +77,9 @@ class ClassifierTraining:
         if variant == BASELINE:
             return
         engine = import_module("opacus" if variant.startswith(OPACUS) else "dp_clipping")
-        if variant.endswith(FUSED_STEP):
-            variant = variant.removesuffix(FUSED_STEP)
-            options["fused_step"] = True
         self.make_private(
             engine.PrivacyEngine(accountant="rdp"), samples, noise_multiplier=1.0,
-            max_grad_norm=1.0, clipping="per_layer" if variant.endswith(PER_LAYER) else "flat",
-            grad_sample_mode=variant.removeprefix(OPACUS).removesuffix(PER_LAYER), **options,
+            max_grad_norm=1.0, **options_of(variant), **options,
         )  # fmt: skip
 
     def backward(self, batch: Batch) -> None:

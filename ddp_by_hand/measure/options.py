@@ -25,7 +25,13 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ddp_by_hand.lm.programs import program_name
-from ddp_by_hand.measure.command_line import BadInput, Parser, ending_quietly, refuse
+from ddp_by_hand.measure.command_line import (
+    BadInput,
+    Parser,
+    check_file,
+    ending_quietly,
+    refuse,
+)
 from ddp_by_hand.measure.extras import require
 
 Options = TypeVar("Options")
@@ -71,6 +77,7 @@ def requires(is_right: Callable[[Any], bool], message: str) -> Callable[[Any], N
 
 positive = requires(lambda value: 0 < value < math.inf, "{}: give a positive number")
 not_negative = requires(lambda value: 0 <= value < math.inf, "{}: give 0 or more")
+is_writable = functools.partial(check_file, "")  # of a file's path; the name is put before it
 is_seed = requires(lambda value: 0 <= value < 1 << 64, "{}: give 0 to 2**64 - 1")  # torch's range
 
 

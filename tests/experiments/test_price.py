@@ -1,14 +1,18 @@
-"""`experiments.price*` on a tiny network: variants take turns, and the table has what they took."""
+"""`experiments.price` on a tiny network: variants take turns, and the table has what they took."""
 
 import json
-from importlib import import_module
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 
-from ddp_by_hand.experiments import price_noise, price_sharded
-from ddp_by_hand.experiments.rounds import RoundCell, Row, report
+from ddp_by_hand.experiments.price.__main__ import filled, main, priced
+from ddp_by_hand.experiments.price.noise import ALONE, TIMES_ALONE, NoisySteps
+from ddp_by_hand.experiments.price.options import Options
+from ddp_by_hand.experiments.rounds import RoundCell, Row
 from ddp_by_hand.lm.rank_pool import Context
 from ddp_by_hand.measure.options import parse_options
 from tests.support.alone import Watching, worker_of
@@ -17,14 +21,14 @@ CPU = torch.device("cpu")
 NOISE = ["default", "secure", "bands_3"]
 SMALL = "--model tiny --rounds 1 --steps 1"
 PRICED = ["ordinary", "flash_bookkeeping", "bookkeeping_per_layer", "opacus_ghost"]
-REHEARSALS = {  # program -> options, rows and variants
-    "price.__main__": ("--layers 1", ["2x8", "4x8"], PRICED),
-    "price_noise": ("--layers 1 --part 2", ["2x8", "4x8"], NOISE),
-    "price_dpo": ("--rank 2", ["2x8"], ["ordinary", "bookkeeping"]),
+REHEARSALS = {  # options -> rows, further ones and variants
+    "--layers 1": (["2x8", "4x8"], [], PRICED),
+    "--layers 1 --part 2 --noise": (["2x8", "4x8"], [ALONE], NOISE),
+    "--pairs --rank 2": (["2x8"], [], ["ordinary", "bookkeeping"]),
 }
 SHARDED = ["ordinary", "flash_bookkeeping_per_layer", "flash_bookkeeping_fused_step"]
 SHARDED_OPTIONS = [
-    "--model-name", "tiny", "--rows", "2x16", "--variants", *SHARDED,
+    "--sharded", "--model-name", "tiny", "--rows", "2x16", "--variants", *SHARDED,
     "--rounds", "1", "--steps", "2", "--warm-up", "1",
 ]  # fmt: skip
 
@@ -50,27 +54,25 @@ def check(cells: list[dict], text: str, rows: list[str], variants: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["price.__main__", "price_noise", pytest.param("price_dpo", marks=pytest.mark.slow)],
+    "options",
+    [pytest.param(o, marks=pytest.mark.slow if "--pairs" in o else ()) for o in REHEARSALS],
 )
-def test_a_rehearsal(program, tmp_path, capsys):
-    if program == "price_dpo":
+def test_a_rehearsal(options, tmp_path, capsys):
+    if "--pairs" in options:
         pytest.importorskip("trl")
-    options, rows, variants = REHEARSALS[program]
+    rows, others, variants = REHEARSALS[options]
     output = tmp_path / "price.json"
-    names = "--noise" if program == "price_noise" else "--variants"
-    words = [*SMALL.split(), *options.split(), "--rows", *rows, names, *variants]
-    main = import_module(f"ddp_by_hand.experiments.{program}").main
+    names = [] if options.endswith("--noise") else ["--variants"]
+    words = [*SMALL.split(), "--rows", *rows, *options.split(), *names, *variants]
     assert main([*words, "--output", str(output)]) == 0
     cells = json.loads(output.read_text())["cells"]
-    alone = [price_noise.ALONE] if program == "price_noise" else []
-    check(cells, capsys.readouterr().out, [*alone, *rows], variants)
+    check(cells, capsys.readouterr().out, [*others, *rows], variants)
 
 
 def test_a_step_of_pairs_takes_all_of_them(monkeypatch):
     """In a private one, too: each has the same work."""
     pytest.importorskip("trl")
-    from ddp_by_hand.experiments.price_dpo import Options, measure
+    from ddp_by_hand.experiments.price.pairs import measure
     from dp_clipping.integrations import trl
 
     sizes, call = [], trl._OfPairs.forward
@@ -80,7 +82,7 @@ def test_a_step_of_pairs_takes_all_of_them(monkeypatch):
         return call(self, input_ids, *given)
 
     monkeypatch.setattr(trl._OfPairs, "forward", forward)
-    options = Options(model="tiny", steps=2, rank=2)
+    options = filled(Options(model="tiny", pairs=True, steps=2, rank=2))
     cell = measure(RoundCell(Row(3, 12), "bookkeeping", 0), options, CPU)
     assert len(cell["step_ms"]) == 2
     assert all(0 < a < b for a, b in zip(cell["without_step_ms"], cell["step_ms"], strict=True))
@@ -88,8 +90,7 @@ def test_a_step_of_pairs_takes_all_of_them(monkeypatch):
 
 
 def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
-    options = price_noise.Options(model="tiny", layers=1, part=2, rows=(Row(4, 8),), steps=2)
-    steps = price_noise.Steps(options, CPU)
+    steps = NoisySteps(Options(model="tiny", layers=1, part=2, noise=NOISE, steps=2), CPU)
     seen, make = [], steps.source
 
     def recorded(noise):
@@ -104,24 +105,28 @@ def test_steps_have_the_noise_of_their_cell_and_all_its_bands(monkeypatch):
         return source
 
     monkeypatch.setattr(steps, "source", recorded)
-    price_noise.measure(RoundCell(Row(4, 8), "bands_5", 0), steps, options, CPU)
+    steps.measure(RoundCell(Row(4, 8), "bands_5", 0))
     taken = steps.training.optimizer.steps
     assert seen == [("bands_5", step, True) for step in range(7)]  # five, and two that are timed
     assert taken == 7  # of two parts each
-    price_noise.measure(RoundCell(price_noise.ALONE, "secure", 1), steps, options, CPU)
-    assert [name for name, *_ in seen[7:]] == ["secure"] * (1 + 2 * price_noise.TIMES_ALONE)
+    steps.measure(RoundCell(ALONE, "secure", 1))
+    assert [name for name, *_ in seen[7:]] == ["secure"] * (1 + 2 * TIMES_ALONE)
     assert all(step >= 1000 and whole for _, step, whole in seen[7:])
     assert steps.training.optimizer.steps == taken
 
 
-def cells_of(context: Context) -> list[dict]:
-    options = parse_options(price_sharded.Options, SHARDED_OPTIONS)
-    return price_sharded.run_all(options, worker_of(context), Watching())
+def shown(context: Context, folder: str) -> tuple[list[dict], str]:
+    """Returns the cells in the file, and what this rank prints."""
+    output = Path(folder) / f"rank_{context.rank}.json"
+    options = filled(parse_options(Options, [*SHARDED_OPTIONS, "--output", str(output)]))
+    with redirect_stdout(StringIO()) as text:
+        assert priced(options, context.device, worker_of(context), Watching()) == 0
+    return json.loads(output.read_text())["cells"] if output.exists() else [], text.getvalue()
 
 
 @pytest.mark.slow
-def test_sharded_variants_are_measured_in_one_set_of_processes(cpu_ranks):
-    everywhere = cpu_ranks.run(4, cells_of)
-    check(everywhere[0], report(everywhere[0]), ["2x16"], SHARDED)
-    assert {cell["config"]["ranks"] for cell in everywhere[0]} == {4}
-    assert all(cells == everywhere[0] for cells in everywhere)  # of the slowest rank
+def test_sharded_variants_are_measured_in_one_set_of_processes(cpu_ranks, tmp_path):
+    (cells, text), *others = cpu_ranks.run(4, shown, str(tmp_path))
+    check(cells, text, ["2x16"], SHARDED)
+    assert {cell["config"]["ranks"] for cell in cells} == {4}
+    assert others == [([], "")] * 3  # the first rank writes and prints

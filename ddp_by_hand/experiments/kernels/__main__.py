@@ -2,7 +2,7 @@
 """The kernels of private gradients on one GPU, against the library on the same operands.
 
     python -m ddp_by_hand.experiments.kernels             all shapes, a table
-    python -m ddp_by_hand.experiments.kernels --shapes 8x1024x8192x2048 --rounds 20 --output k.json
+    python -m ddp_by_hand.experiments.kernels --rounds 20 --output k.json
     python -m ddp_by_hand.experiments.kernels --crossing crossing.png --output crossing.json
     python -m ddp_by_hand.experiments.kernels --redraw crossing.json crossing.png  without a GPU
 
@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +29,12 @@ from ddp_by_hand.experiments.kernels.one_layer import (
     predicted_ms,
     sums_of_pieces,
 )
-from ddp_by_hand.experiments.rounds import Recorder, sizes_of
+from ddp_by_hand.experiments.rounds import Recorder
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import Column, format_table
 from ddp_by_hand.measure.command_line import BadInput
 from ddp_by_hand.measure.extras import require
-from ddp_by_hand.measure.options import option, program, requires
+from ddp_by_hand.measure.options import is_writable, option, program, requires
 from dp_clipping.kernels.launch.tuning import interleaved
 from dp_clipping.planning.cost_model import Rates, rates_of
 
@@ -79,30 +78,25 @@ COLUMNS = [
 ]
 
 
-shape_of = partial(sizes_of, kind=Shape, example="8x1024x8192x2048")
-
-
 # fmt: off
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(tuple(SHAPES), metavar="BxTxdxp", type=shape_of,
-        help=f"layers of the table (default: {len(SHAPES)}, of Llama 1B and 8B)")
     rounds: int = option(10, check=requires(lambda n: n >= 1, "must be at least 1"),
         help="samples of each call; one lasts a millisecond or one call")
-    output: Path | None = option(None, "JSON of all samples (default: none)")
-    crossing: Path | None = option(None, metavar="PNG",
+    output: Path | None = option(None, "JSON of all samples (default: none)", check=is_writable)
+    crossing: Path | None = option(None, metavar="PNG", check=is_writable,
         help="in place of the table, a picture: which algorithm pays at which length")
     redraw: tuple[Path, Path] | None = option(None, metavar=("JSON", "PNG"),
         help="the same picture from the results of an earlier run, without measuring")
 # fmt: on
 
 
-def copy_bandwidth(device: torch.device, rounds: int, size: int = COPY_BYTES) -> float:
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
     """Returns the bytes per second that a copy on the device reads and writes."""
-    source = torch.ones(size, dtype=torch.int8, device=device)
+    source = torch.ones(COPY_BYTES, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     samples = interleaved({"copy": lambda number: target.copy_(source)}, device, rounds)
-    return 2 * size / medians(samples)["copy"] * 1e3
+    return 2 * COPY_BYTES / medians(samples)["copy"] * 1e3
 
 
 def measure(shape: Shape, device: torch.device, rounds: int, rates: Rates) -> dict:
@@ -162,7 +156,7 @@ def run_table(options: Options, device: torch.device) -> None:
         copy_bytes_per_second=copy_bandwidth(device, options.rounds),
         targets=[list(target) for target in TARGETS],
     )
-    run_shapes(options.shapes, measure, options, device, recorder)
+    run_shapes(SHAPES, measure, options, device, recorder)
     print(report(recorder.results))
 
 

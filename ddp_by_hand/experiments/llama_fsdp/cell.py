@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 
-from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, build, config_of, without_token
+from ddp_by_hand.experiments.llama_fsdp.network import (
+    build,
+    config_of,
+    random_batch,
+    without_token,
+)
 from ddp_by_hand.experiments.llama_fsdp.results import GridCell, GridSettings, single_result
 from ddp_by_hand.experiments.training import Batch, ClassifierTraining
 from ddp_by_hand.lm.ranks import watched_rank
@@ -29,9 +34,7 @@ from ddp_by_hand.measure import OK, environment, write_atomically
 class LlamaTraining(ClassifierTraining):
     """A mode, ready to step, on a Llama that FSDP2 has sharded."""
 
-    def __init__(
-        self, cell: GridCell, settings: GridSettings, worker: Worker, fused_step: bool = False
-    ):  # fmt: skip
+    def __init__(self, cell: GridCell, settings: GridSettings, worker: Worker):
         self.config = config_of(settings.model_name)
         network = build(
             settings.model_name, self.config, worker.device, settings.seed,
@@ -56,7 +59,7 @@ class LlamaTraining(ClassifierTraining):
             PrivacyEngine(accountant="rdp"), settings.batch_size, noise_multiplier=settings.sigma,
             max_grad_norm=settings.max_grad_norm, clipping=settings.clipping,
             norm_algorithm=settings.norm_algorithm, grad_sample_mode=cell.clipping_mode,
-            expected_batch_size=settings.batch_size * worker.world_size, fused_step=fused_step,
+            expected_batch_size=settings.batch_size * worker.world_size,
         )  # fmt: skip
 
     @property
@@ -133,13 +136,9 @@ def make_batches(
 ) -> list[Batch]:
     """Makes random tokens [B, T] and labels [B] for each step, different on each rank."""
     generator = torch.Generator().manual_seed(1000 * settings.seed + worker.rank)
-    found = []
-    for _ in range(settings.warmup_iter + settings.num_iter):
-        size = (settings.batch_size, length)
-        tokens = torch.randint(PAD + 1, vocabulary, size, generator=generator)
-        labels = torch.randint(0, LABELS, size[:1], generator=generator)
-        found.append((tokens.to(worker.device), labels.to(worker.device)))
-    return found
+    size, steps = (settings.batch_size, length), settings.warmup_iter + settings.num_iter
+    drawn = [random_batch(size, vocabulary, generator) for _ in range(steps)]
+    return [(tokens.to(worker.device), labels.to(worker.device)) for tokens, labels in drawn]
 
 
 def write_result(path: Path, result: dict) -> None:

@@ -46,15 +46,16 @@ class LlamaShape:
     key_value_heads: int
     vocabulary: int
 
-    def config(self) -> PretrainedConfig:
+    def config(self, layers: int | None = None) -> PretrainedConfig:
+        """Returns the config, with another number of layers if one is given."""
         from transformers import LlamaConfig
 
-        return LlamaConfig(
+        return _for_classes(LlamaConfig(
             vocab_size=self.vocabulary, hidden_size=self.hidden,
-            intermediate_size=self.intermediate, num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate, num_hidden_layers=layers or self.layers,
             num_attention_heads=self.heads, num_key_value_heads=self.key_value_heads,
             max_position_embeddings=131_072,
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 SHAPES = {
@@ -74,21 +75,31 @@ def config_of(name: str) -> PretrainedConfig:
     import transformers
 
     if name in SHAPES:
-        config = SHAPES[name].config()
-    else:
-        try:
-            with _quiet_hub():
-                config = transformers.AutoConfig.from_pretrained(name, token=os.environ.get(TOKEN))
-        except Exception as error:  # the library raises many kinds
-            text = without_token(str(error)).strip().splitlines()[0]
-            raise ValueError(
-                f"--model-name {name!r} is neither one of {', '.join(SHAPES)} nor a model that "
-                f"could be read ({text}); gated models need {TOKEN} in the environment"
-            ) from None
-    config.num_labels = LABELS
-    config.pad_token_id = PAD
-    config.use_cache = False
+        return SHAPES[name].config()
+    try:
+        with _quiet_hub():
+            config = transformers.AutoConfig.from_pretrained(name, token=os.environ.get(TOKEN))
+    except Exception as error:  # the library raises many kinds
+        text = without_token(str(error)).strip().splitlines()[0]
+        raise ValueError(
+            f"--model-name {name!r} is neither one of {', '.join(SHAPES)} nor a model that "
+            f"could be read ({text}); gated models need {TOKEN} in the environment"
+        ) from None
+    return _for_classes(config)
+
+
+def _for_classes(config: PretrainedConfig) -> PretrainedConfig:
+    config.num_labels, config.pad_token_id, config.use_cache = LABELS, PAD, False
     return config
+
+
+def random_batch(
+    size: tuple[int, int], vocabulary: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Makes random tokens [B, T] and labels [B] on the generator's device."""
+    where: Any = {"generator": generator, "device": generator.device}
+    tokens = torch.randint(PAD + 1, vocabulary, size, **where)
+    return tokens, torch.randint(LABELS, size[:1], **where)
 
 
 @contextmanager
@@ -117,7 +128,7 @@ def on_meta(config: PretrainedConfig, train_embedding: bool) -> nn.Module:
 
 
 def build(
-    name: str,
+    name: str | None,
     config: PretrainedConfig,
     device: torch.device,
     seed: int,
@@ -126,7 +137,8 @@ def build(
 ) -> nn.Module:
     """Builds the network sharded over the group (None: all ranks), on this rank's device.
 
-    Weights depend on the seed, or on the files, not on the number of ranks.
+    Weights depend on the seed, or on the files of a `name` that is no built-in shape, not on the
+    number of ranks.
 
     Shards are float32; on GPUs layers compute in bfloat16 and gradients are reduced in float32.
     """
@@ -137,7 +149,7 @@ def build(
     std = getattr(config, "initializer_range", 0.02)
     materialize(network, device, reset=lambda: _draw(network, std))
     _rebuild_buffers(network, config, device)
-    if name not in SHAPES:
+    if name not in (None, *SHAPES):
         _load(network, files_of(name))
     return network
 

@@ -25,9 +25,8 @@ import torch
 
 from ddp_by_hand.experiments.matrix import adapters, images, page, senses, text
 from ddp_by_hand.experiments.matrix.trial import FAILED, Outcome, Row, try_row
-from ddp_by_hand.measure.command_line import check_file
 from ddp_by_hand.measure.environment import environment
-from ddp_by_hand.measure.options import option, program
+from ddp_by_hand.measure.options import is_writable, option, program
 
 FAMILIES: dict[str, Callable[[], Iterable[Row]]] = {
     "transformers": lambda: chain(text.rows(), senses.rows()),
@@ -54,14 +53,12 @@ class Options:
         "(default: all)"))
     names: tuple[str, ...] | None = option(None, metavar="NAME",
         help="only rows of these names (default: all)")
-    output: Path | None = option(None, metavar="FILE", help=(
+    output: Path | None = option(None, metavar="FILE", check=is_writable, help=(
         "page in which the sections of these libraries are replaced (default: none is written)"))
 
     def __post_init__(self) -> None:
-        if self.output is not None:
-            check_file("--output", self.output)
-            if self.names is not None:
-                raise ValueError("--output is for whole libraries: leave out --names")
+        if self.output is not None and self.names is not None:
+            raise ValueError("--output is for whole libraries: leave out --names")
 # fmt: on
 
 

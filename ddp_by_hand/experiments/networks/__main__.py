@@ -29,8 +29,6 @@ from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.networks.training import training_of
 from ddp_by_hand.experiments.rounds import (
     BASELINE,
-    FUSED_STEP,
-    PER_LAYER,
     RoundCell,
     RoundOptions,
     costs_of,
@@ -38,16 +36,13 @@ from ddp_by_hand.experiments.rounds import (
     report,
     run_rounds,
 )
+from ddp_by_hand.experiments.training import CHOICES, OPACUS_VARIANTS, OURS
 from ddp_by_hand.lm.timing import time_steps
 from ddp_by_hand.measure import OK
 from ddp_by_hand.measure.options import option, program
-from dp_clipping import MODES
 
 PROGRAM = "ddp_by_hand.experiments.networks"
-OPACUS = ("opacus_hooks", "opacus_ghost")
-VARIANTS = (BASELINE, "flash_bookkeeping", *OPACUS)
-CHOICES = (BASELINE, *MODES[1:], *(mode + PER_LAYER for mode in MODES[1:]), *OPACUS)
-CHOICES += ("flash_bookkeeping" + FUSED_STEP,)
+VARIANTS = (BASELINE, OURS, *OPACUS_VARIANTS)
 WARM_UP = 8  # steps that are not timed: private ones check the network at 1, 2, 4 and 8
 WARM_UP_SMALL = 1
 
@@ -65,7 +60,6 @@ class Options(RoundOptions):
 # fmt: on
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.cuda_graph and self.compile:
             raise ValueError(
                 "--cuda-graph with --compile: a private step of compiled modules cannot be "

@@ -36,12 +36,12 @@ from ddp_by_hand.experiments.networks.bounds import kernels_of
 from ddp_by_hand.experiments.networks.rows import ROWS, NetworkRow
 from ddp_by_hand.experiments.networks.training import NetworkTraining, training_of
 from ddp_by_hand.experiments.rounds import BASELINE, Recorder, attempted
+from ddp_by_hand.experiments.training import OURS
 from ddp_by_hand.lm.timing import release_memory
 from ddp_by_hand.measure import OK, Column, describe_failure, format_table
-from ddp_by_hand.measure.command_line import BadInput, check_file
-from ddp_by_hand.measure.options import option, positive, program
+from ddp_by_hand.measure.command_line import BadInput
+from ddp_by_hand.measure.options import is_writable, option, positive, program
 
-PRIVATE = "flash_bookkeeping"
 WARM_UP = 4  # steps before those that are profiled
 LEAST_MS = 0.1  # of a kernel's extra that is named, and of a gap that is in a document,
 LEAST_GAP = 0.1  # where it is also this part of all that is extra
@@ -91,29 +91,26 @@ class Options:
         aliases=("--rows",), metavar="NETWORK", help=f"of {', '.join(ROWS)} (default: all)")
     steps: int = option(3, "profiled steps", check=positive)
     small: bool = option(False, "small networks on small batches (default: off)")
-    output: Path | None = option(None, "JSON of all kernels and floors (default: none)")
+    output: Path | None = option(None, "JSON of all kernels and floors (default: none)",
+        check=is_writable)
     markdown: Path | None = option(None, metavar="JSON",
         help="in place of measuring, the table of an earlier run's file for a document "
         "(default: none)")
 # fmt: on
-
-    def __post_init__(self) -> None:
-        if self.output:
-            check_file("--output", self.output)
 
 
 def measure(
     row: NetworkRow, options: Options, device: torch.device, ceilings: of.Ceilings
 ) -> dict[str, Any]:
     """Returns a network's kernels without privacy and with it, and its floors."""
-    training, batch, private = _profiled(PRIVATE, row, options, device)
+    training, batch, private = _profiled(OURS, row, options, device)
     algorithms = algorithms_of(training.model)
     del training, batch
     release_memory(device)
     training, (inputs, targets), ordinary = _profiled(BASELINE, row, options, device)
     network: Any = training.model
     floors, without = of.floors_of(network, inputs, len(targets), algorithms, ceilings)
-    kernels = {BASELINE: ordinary, PRIVATE: private}
+    kernels = {BASELINE: ordinary, OURS: private}
     return {"kernels": kernels, "floors": floors, "without_floor": without}
 
 
@@ -197,7 +194,7 @@ def report(cell: Mapping[str, Any]) -> str:
     """Returns a network's table, and what is behind its kernels that no part claims."""
     if cell["status"] != OK:
         return f"\n{cell['row']}: {describe_failure(dict(cell))}"
-    both = cell["kernels"][BASELINE], cell["kernels"][PRIVATE]
+    both = cell["kernels"][BASELINE], cell["kernels"][OURS]
     lines = [format_table(COLUMNS, parts_of(*both, cell["floors"]), f"\n{cell['row']}")]
     most = islice(unclaimed(*both).items(), MOST_NAMED)
     lines += [f"{ms:+.2f} ms: {name[:150]}" for name, ms in most if abs(ms) >= LEAST_MS]
@@ -213,7 +210,7 @@ def document(results: Mapping[str, Any]) -> str:
     for cell in results["cells"]:
         if cell["status"] != OK:
             continue
-        both = cell["kernels"][BASELINE], cell["kernels"][PRIVATE]
+        both = cell["kernels"][BASELINE], cell["kernels"][OURS]
         *parts, whole = parts_of(*both, cell["floors"])
         least = max(LEAST_MS, LEAST_GAP * whole["extra"])
         largest = [p for p in parts if p["floor"] is not None and p["gap"] >= least]

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_by_hand.experiments.networks.__main__ import OPACUS
 from ddp_by_hand.experiments.networks.rows import ROWS
 from ddp_by_hand.experiments.rounds import BASELINE
-from ddp_by_hand.measure.command_line import bad_input, check_file
-from ddp_by_hand.measure.options import option, program
+from ddp_by_hand.experiments.training import OPACUS_VARIANTS, OURS
+from ddp_by_hand.measure.command_line import bad_input
+from ddp_by_hand.measure.options import is_writable, option, program
 from ddp_by_hand.measure.picture import FAINT, INK, frame, new_figure, save_picture
 from ddp_by_hand.measure.runs import STEP, Cell, Round, read_cells
 from ddp_by_hand.measure.table import format_table
 
-OURS = "flash_bookkeeping"
 TITLE = "How much longer a private step takes than an ordinary one"
 GREEN, ORANGE, RED = "#2A7F4F", "#E08A1E", "#B5382A"
 MARKS = {
@@ -40,11 +39,9 @@ Cells = dict[tuple[str, str], Cell]  # of a network and a variant
 class Options:
     eager: Path = option(RESULTS / "eager.json", "results of eager steps", metavar="JSON")
     graphs: Path = option(RESULTS / "graphs.json", "results with --cuda-graph", metavar="JSON")
-    picture: Path = option(Path("networks.png"), "is written", metavar="FILE")
+    picture: Path = option(Path("networks.png"), "is written", metavar="FILE",
+        check=is_writable)
 # fmt: on
-
-    def __post_init__(self) -> None:
-        check_file("--picture", self.picture)
 
 
 def cells_in(path: Path) -> Cells:
@@ -106,7 +103,7 @@ def draw(path: Path, eager: Cells, graphs: Cells) -> None:
         found = [ratio(eager, row, variant) for row in rows]
         axes.plot(found, range(len(rows)), mark, color=colour, ms=5, ls="none", label=label)
     for place, row in enumerate(rows):
-        if not any(ratio(eager, row, variant) for variant in OPACUS):
+        if not any(ratio(eager, row, variant) for variant in OPACUS_VARIANTS):
             axes.text(1, place, "Opacus cannot", ha="right", va="center", size=8, color=FAINT,
                       transform=axes.get_yaxis_transform())  # fmt: skip
     axes.set_yticks(range(len(rows)), rows)
@@ -146,9 +143,9 @@ def document(eager: Cells, graphs: Cells) -> str:
             "graph": pair(graphs, row),
             "eager": pair(eager, row),
             "kernels": shown(ratio_of_kernels(eager, row)),
-            "Opacus `hooks`": shown(ratio(eager, row, OPACUS[0])),
-            "`ghost`": shown(ratio(eager, row, OPACUS[1])),
-            "peak memory": " / ".join(memory(row, variant) for variant in (OURS, *OPACUS)),
+            "Opacus `hooks`": shown(ratio(eager, row, OPACUS_VARIANTS[0])),
+            "`ghost`": shown(ratio(eager, row, OPACUS_VARIANTS[1])),
+            "peak memory": " / ".join(memory(row, variant) for variant in (OURS, *OPACUS_VARIANTS)),
         }
         for row in ROWS
         if (cell := eager.get((row, BASELINE)))

@@ -29,7 +29,7 @@ from ddp_by_hand.experiments.plan_privacy.plan import Budget, Candidate, Planner
 from ddp_by_hand.experiments.plan_privacy.published import published_law
 from ddp_by_hand.experiments.plan_privacy.runs import CONTEXT
 from ddp_by_hand.measure import Column, format_table
-from ddp_by_hand.measure.command_line import bad_input, check_file, check_folder
+from ddp_by_hand.measure.command_line import bad_input, check_folder
 from ddp_by_hand.measure.options import program
 
 HOUR = 3600
@@ -38,7 +38,6 @@ HOUR = 3600
 @program(PROGRAM, Options, needs=["matplotlib"])
 @bad_input()
 def main(options: Options) -> int:
-    check_file("--output", options.output)
     return plan(options) if options.calibrate is None else check(options, options.calibrate)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp_by_hand.measure import OK
-from ddp_by_hand.measure.options import option, positive, requires
+from ddp_by_hand.measure.options import is_writable, option, positive, requires
 from ddp_by_hand.measure.results import newest_rows
 
 PROGRAM = "ddp_by_hand.experiments.plan_privacy"
@@ -67,7 +67,7 @@ class Options:
 
     accountant: str = option("pld", "that computes the chosen noise", group="output",
         choices=("pld", "prv", "rdp"))
-    output: Path = option(Path("plan.png"), "the picture", metavar="FILE")
+    output: Path = option(Path("plan.png"), "the picture", metavar="FILE", check=is_writable)
     dry_run: bool = option(False, "say what would be searched or trained, and end (default: off)")
 # fmt: on
 

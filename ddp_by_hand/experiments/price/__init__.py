@@ -1,1 +1,1 @@
-"""Cost of a private step on one GPU: `python -m ddp_by_hand.experiments.price`."""
+"""Cost of a private step of a Llama: `python -m ddp_by_hand.experiments.price`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ddp_by_hand.experiments.attention import register_attention
-from ddp_by_hand.experiments.llama_fsdp.network import LABELS, PAD, SHAPES, LlamaShape
+from ddp_by_hand.experiments.llama_fsdp.network import SHAPES, LlamaShape
 from ddp_by_hand.experiments.rounds import Row
 
 
@@ -18,7 +18,7 @@ class Model:
 
     Attributes:
         layers: default number of decoder layers.
-        rows: the batches that it is measured with.
+        rows: the batches that it is measured with on one GPU.
     """
 
     shape: LlamaShape
@@ -28,8 +28,7 @@ class Model:
     def build(self, layers: int, device: torch.device) -> nn.Module:
         from transformers import LlamaForSequenceClassification
 
-        config = replace(self.shape, layers=layers).config()
-        config.num_labels, config.pad_token_id, config.use_cache = LABELS, PAD, False
+        config = self.shape.config(layers)
         config._attn_implementation = register_attention()
         with torch.device(device):
             network = LlamaForSequenceClassification(config).to(torch.bfloat16)
@@ -41,15 +40,14 @@ class Model:
         return network.train()
 
 
+ROWS_OF_8B = (Row(8, 512), Row(4, 1024), Row(2, 2048), Row(2, 4096), Row(1, 8192))
 MODELS = {
     "llama-3.2-1b": Model(
         SHAPES["llama-3.2-1b"], layers=16,
         rows=(Row(16, 512), Row(8, 1024), Row(4, 2048), Row(4, 4096), Row(2, 8192)),
     ),
-    "llama-3.1-8b-block": Model(
-        SHAPES["llama-3.1-8b"], layers=4,
-        rows=(Row(8, 512), Row(4, 1024), Row(2, 2048), Row(2, 4096), Row(1, 8192)),
-    ),
+    "llama-3.1-8b-block": Model(SHAPES["llama-3.1-8b"], layers=4, rows=ROWS_OF_8B),
+    "llama-3.1-8b": Model(SHAPES["llama-3.1-8b"], layers=32, rows=ROWS_OF_8B),
     "tiny": Model(SHAPES["tiny"], SHAPES["tiny"].layers, rows=(Row(4, 32),)),
 }  # fmt: skip
 

@@ -47,9 +47,9 @@ from ddp_by_hand.measure import (
     describe_failure,
     environment,
 )
-from ddp_by_hand.measure.command_line import BadInput, bad_input, check_file, check_folder
+from ddp_by_hand.measure.command_line import BadInput, bad_input, check_folder
 from ddp_by_hand.measure.extras import require
-from ddp_by_hand.measure.options import option, positive, program
+from ddp_by_hand.measure.options import is_writable, option, positive, program
 
 HELD_OUT = 5000  # training images that `--tune` scores
 
@@ -66,7 +66,8 @@ class Options:
     tuned: bool = option(False, "take the best settings of --tune (default: the rows' own)")
     device: str = option("auto", "that trains", choices=("auto", "cpu", "cuda"))
     output_dir: Path = option(Path("results_records"), "of results.jsonl", metavar="FOLDER")
-    picture: Path | None = option(None, "accuracy over ε (default: none)", metavar="FILE")
+    picture: Path | None = option(None, "accuracy over ε (default: none)", metavar="FILE",
+        check=is_writable)
 # fmt: on
 
 
@@ -78,7 +79,6 @@ def main(options: Options) -> int:
         rows = rows_of(options.rows)
         check_folder("--output-dir", options.output_dir, create=True)
         if options.picture:
-            check_file("--picture", options.picture)
             if options.tune:
                 raise ValueError("--picture is of records: leave out --tune")
             require("matplotlib")

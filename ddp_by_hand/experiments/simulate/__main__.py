@@ -21,9 +21,9 @@ from ddp_by_hand.lm.memory import predict_memory
 from ddp_by_hand.lm.model import PRESETS
 from ddp_by_hand.lm.shape import Shape
 from ddp_by_hand.measure import Column, Results, format_table
-from ddp_by_hand.measure.command_line import bad_input, check_file
+from ddp_by_hand.measure.command_line import bad_input
 from ddp_by_hand.measure.curves import draw_efficiency
-from ddp_by_hand.measure.options import option, positive, program, requires
+from ddp_by_hand.measure.options import is_writable, option, positive, program, requires
 
 MOST_GPUS = 1_000_000  # a ring's latency is then seconds, and nothing like it was measured
 MEMORY_ONLY = tuple(name for name in KNOWN_MEMORY if name not in VARIANTS)
@@ -56,7 +56,7 @@ class Options:
     batch_size: int | None = option(None, "per rank (default: the traces')", check=positive)
     bucket_size_mb: float | None = option(None, "in MiB (default: each variant's)", check=positive)
     every: int = option(50, "steps of a round of diloco", metavar="H", check=positive)
-    output: Path = option(Path("simulation.png"), "the picture", metavar="FILE")
+    output: Path = option(Path("simulation.png"), "the picture", metavar="FILE", check=is_writable)
 # fmt: on
 
 
@@ -65,7 +65,6 @@ def main(options: Options) -> int:
     bandwidth = options.host_bandwidth * 1e9
     links = Network(0, 0, options.gpus_per_host, options.host_latency / 1e6, bandwidth)
     with bad_input():
-        check_file("--output", options.output)
         found = replace(calibrate(options.traces, links), every=options.every)
         timed = {
             run: own

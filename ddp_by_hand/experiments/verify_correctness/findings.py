@@ -56,7 +56,7 @@ class Finding:
     Attributes:
         tolerance: what it is judged by.
         norm_error: largest, relative, over samples.
-        gradient_error: largest over parameters, see `gradient_error`; `parameter` is whose.
+        gradient_error: largest over parameters, see `lm.gradients`; `parameter` is whose.
         contribution: what one sample adds to a clipping group, largest, in units of its C_k.
         least: the same in units of min(C_k, n_k), smallest.
         alike: all ranks have the same norms of all samples, to the last bit.

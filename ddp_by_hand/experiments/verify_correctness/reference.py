@@ -148,15 +148,13 @@ def coefficients(
 
 
 def clipped_sum(
-    gradients: Gradients,
-    max_grad_norm: float | Sequence[float],
-    clipping: str = "flat",
-    clipping_function: str = "abadi",
-    gamma: float = 0.01,
-    groups: list[list[str]] | None = None,
+    gradients: Gradients, max_grad_norm: float | Sequence[float], *options: Any, **named: Any
 ) -> dict[str, Tensor]:
-    """Returns Σ_i c_i g_i for each parameter, without samples that are not finite."""
-    c = coefficients(gradients, max_grad_norm, clipping, clipping_function, gamma, groups)
+    """Returns Σ_i c_i g_i for each parameter, without samples that are not finite.
+
+    Further arguments are those of `coefficients`.
+    """
+    c = coefficients(gradients, max_grad_norm, *options, **named)
     finite = norms(gradients).isfinite()
     return {
         name: torch.tensordot(c[name][finite], g[finite], dims=1) for name, g in gradients.items()

@@ -35,6 +35,7 @@ from ddp_by_hand.experiments.verify_correctness.cases import (
 )
 from ddp_by_hand.experiments.verify_correctness.findings import Finding, merge, tolerance
 from ddp_by_hand.experiments.verify_correctness.phases import phase_times
+from ddp_by_hand.lm.gradients import gradient_error
 from ddp_by_hand.lm.layout import whole
 from dp_clipping import PrivacyEngine
 from dp_clipping.distributed.norm_reduce import NormReducer
@@ -116,7 +117,10 @@ def check(
         norm_errors.append(relative_error(step.own, norms[samples[number]]))
         norm_errors.append(relative_error(step.group_norms, group_norms))
         expected = reference.sums[case.clipping]
-        sum_errors += [gradient_error(found, expected) for found in (step.sums, step.applied)]
+        for found in (step.sums, step.applied):
+            own = [found[name] for name in expected]
+            error, place, _ = gradient_error(own, [*expected.values()])
+            sum_errors.append((error, [*expected][place]))
     limit = reference.limit / len(group_norms) ** 0.5
     added = []
     for sample, place in ((int(norms.argmax()), count - 1), (int(norms.argmin()), 0)):
@@ -284,19 +288,3 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def norm_of(gradients: oracle.Gradients, names: Sequence[str]) -> float:
     return float(torch.stack([gradients[name].norm() for name in names]).norm())
-
-
-def gradient_error(found: oracle.Gradients, expected: oracle.Gradients) -> tuple[float, str]:
-    """Returns max over parameters of ‖g − r‖ / (‖r‖ + 1e-3 · ‖all r‖), and the parameter.
-
-    The second term keeps a parameter whose gradient is nearly zero from being judged by rounding.
-    """
-    floor = 1e-3 * float(oracle.norms({n: r[None] for n, r in expected.items()}))
-    errors = {n: largest([_distance(found[n], r) / (float(r.norm()) + floor)])
-              for n, r in expected.items()}  # fmt: skip
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
-
-
-def _distance(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm())
