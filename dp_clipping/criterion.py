@@ -112,7 +112,7 @@ class PrivateCriterion(nn.Module):
         if private_step.watched is not None or private_step.lengths:
             again = Criterion(
                 self._per_sample, self._carried.state, args, kwargs, expected, shape,
-                self.model.batch_first, self._shapes,
+                self.model.batch_first, self._shapes, max(1, private_step.real),
             )  # fmt: skip
             if private_step.watched is not None:
                 private_step.checks.append(partial(again.check, private_step.watched.number))

@@ -125,18 +125,19 @@ class Criterion:
         shape: the shape of outputs before they were flattened, if the user gives it.
         batch_first: whether the first dimension counts samples.
         shapes: the shapes of earlier calls.
+        real: the number of rows that are samples; padding follows.
     """
 
     repeats = 5
 
     def __init__(
         self, per_sample: Callable[..., Tensor], state: State, args: tuple, kwargs: dict,
-        size: int, shape: tuple[int, ...] | None, batch_first: bool, shapes: Shapes,
+        size: int, shape: tuple[int, ...] | None, batch_first: bool, shapes: Shapes, real: int,
     ):  # fmt: skip
         self._call, self._state = per_sample, state
         # Without the step's graph, which is freed before they are used.
         self._arguments = map_tensors(_leaf, (args, kwargs))
-        self._size = size
+        self._size, self._real = size, real
         found = keyed(self._arguments)
         self._keys, self._tensors = [key for key, _ in found], [x for _, x in found]
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
@@ -178,16 +179,17 @@ class Criterion:
         the batch are looked at, so that the losses take no more memory than its own beside its
         outputs. Where they do not agree, all samples are looked at together.
         """
-        size = self._size
-        most = min(size, max(2, (size + 1) // 2, 3 * size // 4 - 1))
-        parts = [torch.arange(most, device="cpu"), torch.arange(size - most, size, device="cpu")]
+        size, real = self._size, self._real
+        most = min(real, max(2, (real + 1) // 2, 3 * real // 4 - 1))
+        parts = [torch.arange(most, device="cpu"), torch.arange(real - most, real, device="cpu")]
         if sum(x.numel() * x.element_size() for x in self._tensors) <= SMALL:
-            parts = [torch.arange(size, device="cpu")]
+            parts = [torch.arange(real, device="cpu")]
         if not self._ragged and all(self._agree(rows, number) for rows in parts):
             return
         self._given, self._rows = {}, torch.arange(size, device="cpu")
         probe, places = Probe(self), self._likeliest
-        for perturbed in halves(size, number):
+        for one in halves(real, number):
+            perturbed = one.padded(size)
             if self._agrees(probe, self._likeliest, perturbed) is not True:
                 places = self._find(probe, perturbed)
         is_found = bool(places) and not self._ragged

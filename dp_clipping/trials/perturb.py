@@ -40,6 +40,15 @@ class Perturbed(NamedTuple):
         rows = torch.cat((rows[-1:], rows) if where == "front" else (rows, rows[:1]))
         return self._replace(rows=rows, more=where, may_fail=True)
 
+    def padded(self, size: int) -> "Perturbed":
+        """Returns the same in a batch of `size` rows, in which padding follows the samples.
+
+        Padding is of copies, perhaps of one that does not stay: the last sample takes its place.
+        """
+        more = size - len(self.rows)
+        rows = torch.cat((self.rows, self.rows[-1:].expand(more)))
+        return self._replace(rows=rows, stays=torch.cat((self.stays, self.stays.new_zeros(more))))
+
     @property
     def same(self) -> Tensor:
         """Returns for each of `rows` whether it stays: one more does not."""

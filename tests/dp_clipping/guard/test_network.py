@@ -17,6 +17,7 @@ from dp_clipping.capture.checks.summaries import summary
 from dp_clipping.capture.samples.batch import tensors_of
 from dp_clipping.criterion import PrivateCriterion
 from dp_clipping.layers.batch_layout import Layout
+from dp_clipping.sampling.usage import Ticket
 from dp_clipping.trials.tolerances import WHOLE
 from tests.dp_clipping.conftest import Unseen, assert_exact, private
 from tests.support import zoo
@@ -491,6 +492,19 @@ def test_a_target_that_is_compared_with_a_constant_has_no_errors():
     loss = PrivateCriterion(model, Loss(by_ratings), "mean")
     with pytest.raises(ValueError, match=OF_OTHERS):
         loss(model(torch.randn(6, 5)), torch.full((6, 3), 0.5)).backward()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", [name for name in ACROSS if ACROSS[name][1] == OF_OTHERS])
+def test_a_loss_across_a_batch_that_is_padded_is_refused(name, size):
+    model = private(nn.Linear(5, 3))
+    loss = PrivateCriterion(model, Loss(ACROSS[name][0]), "mean")
+    rows = [*range(size), *[0] * (8 - size)]  # copies of the first sample follow
+    x, y = torch.randn(size, 5), torch.randn(size, 3)
+    x[0], y[0] = 3, -3  # of the largest loss
+    model.step_state.usage.hand_over(Ticket(size, rows=8))
+    with pytest.raises(ValueError, match=OF_OTHERS):
+        loss(model(x[rows]), y[rows]).backward()
 
 
 LATER = [name for name, (_, message) in ACROSS.items() if message and "carried" not in message]
