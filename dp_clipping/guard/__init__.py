@@ -11,7 +11,6 @@ shows of the samples that stay. These are the subjects:
     lengths               subject: a sample with and without its padding
     carried               subject: state that carries data from one batch to the next, and objects
                           in arguments that do
-    rounding              errors of the size of rounding, beside which a difference tells something
 
 Collate functions are checked in `sampling`, registered layers in `layers`.
 """
