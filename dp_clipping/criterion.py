@@ -30,8 +30,9 @@ class PrivateCriterion(nn.Module):
     `criterion.reduction` is `"none"` during the call. What comes back is [B]; [B, ...] or, with
     `shape=(B, T, ...)` of the outputs before they were flattened, [B·T], is reduced over a sample's
     own entries: the mean (over targets that are not `ignore_index`, where the criterion has one) or
-    the sum, as for `nn.KLDivLoss(reduction="batchmean")` too. Of `nn.CTCLoss` the mean is over a
-    sample's targets.
+    the sum, as for `nn.KLDivLoss(reduction="batchmean")` too. Class weights are factors of entries:
+    the mean is not divided by their sum, which PyTorch takes over the batch. Of `nn.CTCLoss` the
+    mean is over a sample's targets.
 
     It is a module, so that it can take the place of one: `self.criterion = criterion`. The user's
     is its child, and moves with it; the private model is not.
