@@ -157,10 +157,11 @@ class Capture(CapturedNetwork):
         for module in mine:
             if vars(module)["_private"].kind != "vectorized":
                 self._widened.setdefault(module, [])
+        varying = {handle.name for handle in self.handles if handle.varies}
         self._uninstall()
         self._install()
         for handle in self.handles:
-            handle.private_step = self.attached_step
+            handle.private_step, handle.varies = self.attached_step, handle.name in varying
 
     def widen(self, modules: Collection[nn.Module], layers: Collection[str]) -> bool:
         mine = [handle for handle in self.handles if handle.name in layers]

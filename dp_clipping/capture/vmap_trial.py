@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dp_clipping.capture.network import Arguments, CapturedNetwork, fixed_like, plain_run
 from dp_clipping.capture.samples.batch import refuse_iterators
 from dp_clipping.distributed.dtensor import owner_of, plain_name
-from dp_clipping.layers.batch_layout import FEW, MORE, Layout, NeedsVmap
+from dp_clipping.layers.batch_layout import FEW, MORE, Layout, LayoutUnknown, NeedsVmap
 from dp_clipping.layers.handle import LayerState, expanded_input, expanded_output, plain_forward
 from dp_clipping.layers.tensor_parallel import local
 from dp_clipping.layers.vmap.own import Own, UnknownOperation, replaced, taken_for
@@ -283,7 +283,7 @@ class _Trial:
             try:
                 made = every_sample(module, copies, self._size, *given(), is_compiled)
             except Exception as error:
-                if isinstance(error, ValueError) or is_passed_on(error):
+                if isinstance(error, ValueError | LayoutUnknown) or is_passed_on(error):
                     raise
                 return None
             try:

@@ -21,6 +21,7 @@ from dp_clipping.layers.batch_layout import (
 )
 from dp_clipping.layers.recorder import Trainable
 from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
+from dp_clipping.trials.holders import holding, lists_in
 
 FIRST = Layout()  # samples are counted by the first dimension
 OWN = ("weight", "bias")
@@ -140,6 +141,7 @@ class LayerState:
         whole_because: why it cannot run on the whole batch, and what to do; or "".
         is_unseen: it has called operators there that the search before had not seen.
         is_misfit: `inner` is set, and it has computed with its parameters otherwise.
+        varies: not each of its calls returns as many tensors: see `plain_forward`.
         flattened: its inputs with flattened samples in a forward of the search.
         sought: how many of them a search has looked for.
         calls: how many of them there were so far, in the forward that runs.
@@ -177,11 +179,11 @@ class LayerState:
         self.inner: Any = None
         self.inner_forward: Callable[..., Any] | None = None
         self.watch: Callable[..., Any] | None = None
-        self.whole_because, self.is_unseen, self.is_misfit = "", False, False
+        self.whole_because = self.one_by_one = ""
+        self.is_unseen = self.is_misfit = self.varies = False
         self.flattened = self.sought = self.calls = 0
         self.products: dict[tuple, dict[str, tuple[int, torch.dtype]]] = {}
         self.operations: dict[Any, Any] | None = {}
-        self.one_by_one = ""
 
     def title(self, module: nn.Module) -> str:
         """Returns the name of the module and of its class, for messages."""
@@ -339,11 +341,6 @@ class LayerState:
         return self.private_step.batch_size * self.examples_per_unit
 
     @property
-    def layout_of_rows(self) -> Layout:
-        """Returns the layout of an input with a row for each example."""
-        return self._of_units((Layout(),))[0]
-
-    @property
     def examples_per_unit(self) -> int:
         """Returns the number of rows of the network's inputs per sample of the private step."""
         return 1 if self.private_step is None else self.private_step.examples_per_unit
@@ -363,14 +360,16 @@ class LayerState:
             return layout, x
         check_size(x, layout, self, self.private_step.batch_size)
         if layout.kind == "shared":
-            return self.layout_of_rows, expand_shared(x, self.rows)
+            return self._of_units((FIRST,))[0], expand_shared(x, self.rows)
         return layout, x
 
 
 def plain_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls the forward that a captured module has of its own, or its class's."""
-    own = vars(module)["_private"].own_forward
-    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+    """Calls a module's own forward, or its class's; lists are empty in steps if it `varies`."""
+    handle: LayerState = vars(module)["_private"]
+    own, is_looked_at = handle.own_forward, (handle.private_step or handle.watch) is not None
+    y = type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+    return holding(y, lists_in(y)) if handle.varies and is_looked_at else y
 
 
 def expanded_input(

@@ -29,3 +29,8 @@ def holding(x: Any, held: dict[Any, Any]) -> Any:
         else:
             object.__setattr__(made, key, value)  # it may be frozen
     return made
+
+
+def lists_in(x: Any) -> dict[Any, Any]:
+    """Returns the lists and tuples that a mapping or a dataclass holds, empty."""
+    return {k: type(v)() for k, v in held_by(x).items() if type(v) in (list, tuple)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dp_clipping.distributed.dtensor import owner_of
+from dp_clipping.layers.batch_layout import LayoutUnknown
 from dp_clipping.torch_compat import apply_directly, own_parameters, transforms_run, tree_map
+from dp_clipping.trials.holders import lists_in
 
+LOG = logging.getLogger(__name__)
 SAME_ORDER = {Tensor.view, Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.flatten}
 SAME_ORDER |= {torch.reshape, torch.unsqueeze, torch.squeeze, torch.flatten, Tensor.contiguous}
 PERMUTING = {Tensor.permute, torch.permute}
@@ -201,11 +205,32 @@ def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]
             place[name] = parameter
 
 
-def refuse_other_number(module: Any, found: int, known: int) -> None:
-    """Raises ValueError if a module returns another number of tensors than is known."""
-    if found != known:
-        raise ValueError(
-            f"{module._private.title(module)} returns {found} tensors, and {known} when its "
-            "samples were looked for: let it return the same for every batch, or call "
-            "model.reset_batch_layouts() before one that differs"
-        )
+def refuse_other_number(module: Any, counts: set[int], known: int, output: Any) -> None:
+    """Raises an error if a module returns other numbers of tensors than is known.
+
+    Transformers' models of speech list the outputs of layers, of which some are left out at random
+    (LayerDrop). Such lists are empty from then on.
+
+    Args:
+        counts: how many it has returned, of each sample.
+        output: what it has returned.
+
+    Raises:
+        LayoutUnknown: where the samples are has to be found again, without its lists.
+        ValueError: it has no lists.
+    """
+    if counts == {known}:
+        return
+    handle = module._private
+    if lists_in(output) and not handle.varies:
+        handle.varies = True
+        LOG.warning(
+            "%s does not list as many tensors in each forward: in private steps its lists are "
+            "empty", handle.title(module),
+        )  # fmt: skip
+        raise LayoutUnknown(handle.name)
+    raise ValueError(
+        f"{handle.title(module)} returns {' or '.join(map(str, sorted(counts)))} tensors, and "
+        f"{known} when its samples were looked for: let it return the same for every batch, or "
+        "call model.reset_batch_layouts() before one that differs"
+    )

@@ -134,6 +134,7 @@ def _in_a_loop(call: "_OneSample", copies: dict[str, Tensor]) -> tuple[Tensor, .
     for (x, is_shared), rows in zip(inputs, zip(*given, strict=True), strict=True):
         if not is_shared and any(map(version_of, rows)):
             x.copy_(torch.stack(rows))
+    call.refuse_other_number(found)
     try:
         return tuple(map(torch.stack, zip(*found, strict=True)))
     except RuntimeError as error:
@@ -189,6 +190,7 @@ class _OneSample:
             now = tree_leaves((args, kwargs))
             if len(now) != len(leaves) or not all(map(is_, now, leaves)):
                 raise self.left_in("a list or dict among its arguments")
+        self._returned = found
         outputs, self._shape = tree_flatten(found)
         self._outputs = [None if isinstance(y, Tensor) else y for y in outputs]
         self._where = [n for n, y in enumerate(outputs) if isinstance(y, Tensor)]
@@ -218,10 +220,15 @@ class _OneSample:
         run = torch.vmap(self, (0, *places), randomness="different")
         return self.joined(run(copies, *self.rows))
 
+    def refuse_other_number(self, outputs: list[tuple[Tensor, ...]]) -> None:
+        """Raises an error unless each sample, or the batch, has as many outputs as are known."""
+        counts = set(map(len, outputs))
+        refuse_other_number(self.module, counts, len(self.out_layouts), self._returned)
+
     def joined(self, outputs: tuple[Tensor, ...]) -> Any:
         """Returns the outputs of the whole batch."""
         k = self.handle.examples_per_unit
-        refuse_other_number(self.module, len(outputs), len(self.out_layouts))
+        self.refuse_other_number([outputs])
         for n, y, layout in zip(self._where, outputs, self.out_layouts, strict=True):
             if layout.kind == "shared":  # a batch: every sample has its own parameters
                 y = y.squeeze(1) if layout.dim else y

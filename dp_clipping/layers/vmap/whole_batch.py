@@ -278,7 +278,7 @@ def on_whole_batch(
     with call.of(self, copies):
         outputs = plain_forward(self, *args, **kwargs)
         if known is not None and handle.private_step is not None:
-            refuse_other_number(self, len(handle.tensors(outputs)), len(known))
+            refuse_other_number(self, {len(handle.tensors(outputs))}, len(known), outputs)
         outputs = expanded_output(handle, inputs, outputs, call.rows)
     if any([isinstance(y, Own) for y in tree_leaves(outputs)]):
         raise UnknownOperation("it returns a parameter in the place of samples")

@@ -99,8 +99,10 @@ class Compared(transformers.TrainerCallback):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if torch.is_grad_enabled():
+            mask, optimizer = inputs["attention_mask"], self.trainer.optimizer
+            ticket = getattr(optimizer, "optimizer", optimizer).step_state.usage.ticket
             self.rows += [{k: x[i : i + 1] for k, x in inputs.items()}
-                          for i, x in enumerate(inputs["attention_mask"]) if x.any()]  # fmt: skip
+                          for i in range(ticket.real_of(len(mask))) if mask[i].any()]  # fmt: skip
         return self.own(model, inputs, *args, **kwargs)
 
     def on_step_begin(self, *_, model, **__):

@@ -338,3 +338,44 @@ class Records(Matrix):
 def test_a_hook_of_the_first_forward_is_registered_once():
     """As Hugging Face's models register hooks for hidden states, whose weighted sum is read."""
     assert_exact_in_each(nn.Sequential(Records(), nn.Linear(4, 2)), (4,))
+
+
+class Dropped(Matrix):
+    """Lists what its layers return, of which it leaves out one at random."""
+
+    def forward(self, x: Tensor) -> dict:
+        y = self.product(x)
+        states = (x, y) if torch.rand(()) < 0.5 else (y,)
+        return {"states": states, "y": y}
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_lists_of_other_lengths_are_empty_in_steps(one_by_one, caplog):
+    """As transformers' models of speech list hidden states, under LayerDrop."""
+
+    def unread(net, x):
+        y = net.dropped(x)["y"]
+        return net.out(y if not one_by_one or y.isfinite().all() else x) * net.scale
+
+    parts = {"dropped": Dropped(), "out": nn.Linear(4, 2), "scale": nn.Parameter(torch.ones(2))}
+    network = zoo.Net(unread, **parts).double()
+    model = private(copy.deepcopy(network))
+    for _ in range(12):
+        x, y = (torch.randn(3, n, dtype=torch.float64) for n in (4, 2))
+        assert_step(model, network, (x, y))
+    assert caplog.text.count("does not list as many tensors in each forward") == 1
+
+
+def test_a_list_of_other_lengths_that_is_read_is_empty():
+    read = zoo.Net(
+        lambda net, x: net.out(net.dropped(x)["states"][-1]), dropped=Dropped(), out=nn.Linear(4, 2)
+    )
+    model = private(read)
+
+    def train():
+        for _ in range(12):
+            model(torch.randn(8, 4))
+
+    with pytest.raises((IndexError, ValueError), match="tuple index out of range"):
+        train()
+    assert len(model.eval()(torch.randn(8, 4))) == 8
