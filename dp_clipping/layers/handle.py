@@ -20,7 +20,13 @@ from dp_clipping.layers.batch_layout import (
     first_tokens,
 )
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
+from dp_clipping.torch_compat import (
+    apply_directly,
+    tensors_in,
+    transforms_run,
+    tree_leaves,
+    tree_map,
+)
 from dp_clipping.trials.holders import holding, lists_in
 
 FIRST = Layout()  # samples are counted by the first dimension
@@ -201,11 +207,10 @@ class LayerState:
         if self.kind == "embedding_bag" and not isinstance(tree, Tensor):
             return bag_tensors(*tree, has_last=self.has_last, whole=whole)
         if self.kind != "recurrent":
-            return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+            return tensors_in(tree)
         of_packed = all_tokens if whole else first_tokens
         leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
-        leaves = [of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_in([of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves])
 
     def slot(self, name: str) -> Tensor | None:
         """Returns the slot at which G of this parameter arrives; None for a frozen parameter."""
@@ -267,10 +272,7 @@ class LayerState:
         return rows.flatten(0, 1), layout, lambda y: layout.restore(y.unflatten(0, split))
 
     def keep(self, x: Tensor, site: Site) -> None:
-        """Keeps a site for later calls with such an input, if it is as in the network's batch.
-
-        Those have the samples where this one has them, a row for each.
-        """
+        """Keeps a site for later calls with such an input, if its rows are as the network's."""
         layout = site.layout or FIRST
         if layout.kind == "dimension" and self.layouts.get((x.ndim,)) == (layout,):
             self.sites[x.ndim, x.dtype, autocast_of(x)] = site
@@ -341,6 +343,11 @@ class LayerState:
         return self.private_step.batch_size * self.examples_per_unit
 
     @property
+    def layout_of_rows(self) -> Layout:
+        """Returns the layout of an input with a row for each example."""
+        return self._of_units((FIRST,))[0]
+
+    @property
     def examples_per_unit(self) -> int:
         """Returns the number of rows of the network's inputs per sample of the private step."""
         return 1 if self.private_step is None else self.private_step.examples_per_unit
@@ -360,7 +367,7 @@ class LayerState:
             return layout, x
         check_size(x, layout, self, self.private_step.batch_size)
         if layout.kind == "shared":
-            return self._of_units((FIRST,))[0], expand_shared(x, self.rows)
+            return self.layout_of_rows, expand_shared(x, self.rows)
         return layout, x
 
 

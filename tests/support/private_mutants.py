@@ -30,6 +30,8 @@ COLLATE_CHECK = "tests/dp_clipping/sampling/test_collate_check.py"
 MEMORY = "tests/dp_clipping/sampling/test_memory_manager.py"
 LENGTHS = "tests/dp_clipping/guard/test_lengths.py"
 MIXING = "tests/dp_clipping/guard/test_network.py"
+CRITERION = "tests/dp_clipping/guard/test_criterion.py"
+ROUNDING = "tests/dp_clipping/guard/test_rounding.py"
 COLLATE = "tests/dp_clipping/sampling/test_collate.py"
 RUNS_ON_RANKS = "tests/dp_clipping/ranks/test_runs.py"
 LEDGER = "tests/dp_clipping/accounting/test_ledger.py"
@@ -145,14 +147,14 @@ ROWS = [
     ("a step of noise alone is looked for in each step", "optimizer.py",
      "state.had_finite = finite > 0", "pass", OPTIMIZER),
     ("losses that draw numbers are not compared", "guard/losses.py",
-     "if not probe.base.is_random:", "if True:", MIXING, "across_the_batch_is_refused"),
+     "if not probe.base.is_random:", "if True:", CRITERION, "across_the_batch_is_refused"),
     ("targets have errors of rounding", "guard/losses.py",
-     "rounding if x.requires_grad else None", "rounding", MIXING, "compared_with_a_constant"),
+     "rounding if x.requires_grad else None", "rounding", CRITERION, "compared_with_a_constant"),
     ("padding of losses stays", "guard/losses.py",
-     "= one.padded(size)", "= halves(size, number)[0]", MIXING, "padded_is_refused"),
+     "= one.padded(size)", "= halves(size, number)[0]", CRITERION, "padded_is_refused"),
     ("errors of rounding leave arguments as they are", "guard/observer.py",
      "lambda x: rounded(_apart(x), rounding) if isinstance(x, Tensor)", "lambda x: x if True",
-     MIXING, "another_order"),
+     ROUNDING, "another_order"),
     ("a refusal of all ranks is none", "distributed/agreement.py",
      "if highest == -negated_lowest and settings.get(REFUSAL) is not None:", "if False:",
      LENGTHS, "all_ranks and True"),
@@ -605,7 +607,7 @@ ROWS = [
      "for one in self.of_all_ranks(found):", "for one in [found]:",
      MIXING, "all_ranks and one"),
     ("every difference is rounding", "trials/probe.py",
-     "change <= RANDOM * size[0], torch.inf", "change < 0, torch.inf", MIXING),
+     "change <= RANDOM * size[0], torch.inf", "change < 0, torch.inf", ROUNDING),
     ("errors of the run itself are forgiven", "trials/probe.py",
      "            if not perturbed.may_fail:\n                raise\n", "", MIXING),
     ("numbers by values are drawn", "trials/probe.py",

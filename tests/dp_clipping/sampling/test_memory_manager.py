@@ -395,7 +395,7 @@ class TestPadded:
 
     @pytest.mark.parametrize("each", [1, 2])
     def test_networks_that_look_at_a_row_run(self, each):
-        """As those of transformers that count the tokens of a mask; a batch may have no sample."""
+        """Those of transformers count the tokens of a mask, say; a batch may have no sample."""
 
         def looks(net, x):
             assert x.any(-1).all()

@@ -329,7 +329,7 @@ def test_ids_are_compared_exactly_on_a_gpu(change):
 
 @pytest.mark.gpu
 def test_kernels_that_add_in_another_order_each_time():
-    """As those of padding by reflection: in 16 bit two backwards differ by more than float32."""
+    """Runs two backwards of padding by reflection, which differ in 16 bit by more than float32."""
     network = nn.Sequential(
         nn.Conv2d(64, 64, 3, padding=1),
         *[nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect") for _ in range(3)],

@@ -351,7 +351,7 @@ class Dropped(Matrix):
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_lists_of_other_lengths_are_empty_in_steps(one_by_one, caplog):
-    """As transformers' models of speech list hidden states, under LayerDrop."""
+    """Such lists are the hidden states of transformers' models of speech, under LayerDrop."""
 
     def unread(net, x):
         y = net.dropped(x)["y"]
