@@ -20,13 +20,7 @@ from dp_clipping.layers.batch_layout import (
     first_tokens,
 )
 from dp_clipping.layers.recorder import Trainable
-from dp_clipping.torch_compat import (
-    apply_directly,
-    tensors_in,
-    transforms_run,
-    tree_leaves,
-    tree_map,
-)
+from dp_clipping.torch_compat import apply_directly, transforms_run, tree_leaves, tree_map
 from dp_clipping.trials.holders import holding, lists_in
 
 FIRST = Layout()  # samples are counted by the first dimension
@@ -207,10 +201,11 @@ class LayerState:
         if self.kind == "embedding_bag" and not isinstance(tree, Tensor):
             return bag_tensors(*tree, has_last=self.has_last, whole=whole)
         if self.kind != "recurrent":
-            return tensors_in(tree)
+            return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         of_packed = all_tokens if whole else first_tokens
         leaves = tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
-        return tensors_in([of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves])
+        leaves = [of_packed(x) if isinstance(x, PackedSequence) else x for x in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def slot(self, name: str) -> Tensor | None:
         """Returns the slot at which G of this parameter arrives; None for a frozen parameter."""
@@ -315,8 +310,7 @@ class LayerState:
 
     def copies(self, module: nn.Module, batch_size: int) -> dict[str, Tensor]:
         """Returns the same without a graph, expanded to the batch."""
-        own = self.own(module).items()
-        return {name: p.detach().expand(batch_size, *p.shape) for name, p in own}
+        return {n: p.detach().expand(batch_size, *p.shape) for n, p in self.own(module).items()}
 
     def seen(self, inputs: list[Tensor]) -> tuple[Layout, ...]:
         """Returns the layouts of a call's inputs, or none where they are not known yet."""
