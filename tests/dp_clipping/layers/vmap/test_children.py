@@ -1,10 +1,12 @@
 """Child layers of a module that owns bare parameters have their own arithmetic."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 
 from ddp_by_hand.experiments.verify_correctness import reference as oracle
 from tests.dp_clipping.conftest import MODES, assert_exact, assert_step, private, private_loss
@@ -124,6 +126,31 @@ def test_a_network_compiled_takes_children_along():
     assert model.capture.apart == []
     batch = oracle.move(batch_of(vision), dtype=torch.float64)
     assert_step(model, zoo.seeded(vision).double(), batch)
+
+
+def test_only_a_users_code_is_compiled_where_samples_run_one_after_another(monkeypatch):
+    """Our own code beside a loop over samples would be compiled anew for each name and size."""
+    compiled, compile_frame = set(), convert_frame._compile
+
+    def noted(code, *args, **kwargs):
+        compiled.add(code.co_filename.partition("/dp_clipping/")[2])
+        return compile_frame(code, *args, **kwargs)
+
+    def asks(net, x):
+        y = net.layer(x) * net.scale
+        return y if y.detach().isfinite().all() else x
+
+    torch.compiler.reset()
+    monkeypatch.setattr(convert_frame, "_compile", noted)
+    network = Net(asks, layer=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(4))).double()
+    plain = copy.deepcopy(network)
+    network.compile(backend="eager")
+    model = private(network)
+    x, y = (torch.randn(3, 4, dtype=torch.float64) for _ in range(2))
+    assert_step(model, plain, (x, y))
+    assert model.capture.handles[0].one_by_one
+    assert "layers/vmap/samples.py" in compiled
+    assert not any(file.startswith("trials/") for file in compiled)
 
 
 def called_with(tensors: Callable) -> nn.Module:
